@@ -1,0 +1,469 @@
+"""Train the tiny DeepSeek-V4 pair that `hf_treespec` ships: a target with every V4 mechanism and a one-layer draft.
+
+`DATA` is a folder of `*.txt` files named as in `MIX`: documents end with DeepSeek's end-of-sentence marker, chat documents
+read `<｜User｜>...<｜Assistant｜>...`. Every command is seeded; `target` and `draft` resume when run again. On two CPU
+cores, in order (75, 5 and 20 minutes):
+
+    python train_tiny.py tokenizer --data DATA --out RUN/tokenizer
+    python train_tiny.py target --data DATA --out RUN/target --tokenizer RUN/tokenizer --tokens 10500000
+    python train_tiny.py answers --data DATA --out RUN/answers.json --target RUN/target/latest --minutes 5
+    python train_tiny.py draft --data DATA --out RUN/draft --target RUN/target/latest --answers RUN/answers.json \\
+        --tokens 6000000 --save-at 2 5 12 30 60 100
+    python train_tiny.py report --model RUN/target/latest --prompts gsm8k.jsonl mbpp.jsonl mt_bench.jsonl
+"""
+
+import argparse
+import json
+import math
+import os
+import random
+import re
+import shutil
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
+from transformers import AttentionInterface, DeepseekV4Config, DeepseekV4ForCausalLM, PreTrainedTokenizerFast
+from transformers.integrations.moe import ExpertsInterface
+
+
+BOS, EOS, PAD, USER, ASSISTANT = (
+    "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <｜▁pad▁｜> <｜User｜> <｜Assistant｜>".split()
+)
+SPECIAL_TOKENS = [BOS, EOS, PAD, USER, ASSISTANT, "<think>", "</think>"]
+PAD_ID = SPECIAL_TOKENS.index(PAD)
+# The real checkpoints ship no chat template but a Python encoder; this is its plainest form, one turn after another.
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}<｜User｜>{{ message['content'] }}"
+    "{% elif message['role'] == 'assistant' %}<｜Assistant｜>{{ message['content'] + eos_token }}"
+    "{% else %}{{ message['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}<｜Assistant｜>{% endif %}"
+)
+# Relative share of the training tokens: files of DATA, documents generated from them, the target's answers (draft only).
+MIX = {"math_gsm8k_train_chat": 0.44, "code_mbpp_train": 0.15, "math_synthetic": 0.06, "code_python_stdlib": 0.12}
+MIX |= {"docs_python": 0.05, "prose_standardebooks": 0.05, "instructions": 0.09, "echo": 0.04, "answers": 0.6}
+BATCH_TOKENS, LENGTH, PEAK_LR, WARMUP, SAVE_EVERY = 4096, 512, 4e-3, 100, 250
+
+# fmt: off
+TARGET = dict(
+    hidden_size=256, moe_intermediate_size=112, num_hidden_layers=8, num_attention_heads=8, head_dim=64,
+    partial_rotary_factor=0.5, q_lora_rank=96, o_groups=2, o_lora_rank=64, n_routed_experts=4, num_experts_per_tok=2,
+    layer_types=["sliding_attention"] * 2 + ["compressed_sparse_attention", "heavily_compressed_attention"] * 3,
+    mlp_layer_types=["hash_moe"] * 2 + ["moe"] * 6, sliding_window=64,
+    compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 32},
+    index_n_heads=8, index_head_dim=32, index_topk=64,  # at 1,000 tokens: 64 entries of 250
+    hc_mult=2, hc_sinkhorn_iters=6, rope_theta=10000.0, compress_rope_theta=40000.0, max_position_embeddings=4096,
+    num_nextn_predict_layers=0, initializer_range=0.04, bos_token_id=0, eos_token_id=1, pad_token_id=PAD_ID,
+)
+DRAFT = TARGET | dict(  # on a CPU a draft step costs its operators, not its products: few, but wide
+    hidden_size=192, moe_intermediate_size=256, num_hidden_layers=1, n_routed_experts=1, num_experts_per_tok=1,
+    layer_types=["sliding_attention"], mlp_layer_types=["moe"], sliding_window=128, hc_mult=1, hc_sinkhorn_iters=1,
+)
+# fmt: on
+
+
+def read_documents(data: Path) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """The documents of each file, split into training and held-out (the last 1 % of every file)."""
+    train, heldout = {}, {}
+    for path in sorted(data.glob("*.txt")):
+        documents = [d.strip("\n") for d in path.read_text(encoding="utf-8").split(EOS) if d.strip()]
+        cut = min(len(documents) - 1, round(0.99 * len(documents)))
+        train[path.stem], heldout[path.stem] = documents[:cut], documents[cut:]
+    return train, heldout
+
+
+def generated_documents(train: dict[str, list[str]], seed: int) -> dict[str, list[str]]:
+    """Chat documents made from the others: echo requests, and instructions answered with prose or documentation."""
+    rng, echo, instructions = random.Random(seed), [], []
+    code, prose, docs = train["code_python_stdlib"], train["prose_standardebooks"], train["docs_python"]
+    requests = ["Repeat the following {}:", "Copy this {} exactly:", "Write the following {} again, unchanged:"]
+    for _ in range(3000):
+        kind = rng.choice(["code", "text"])
+        lines = rng.choice(code if kind == "code" else prose + docs).split("\n")
+        start, length = rng.randrange(len(lines)), rng.randint(2, 14 if kind == "code" else 5)
+        snippet = "\n".join(lines[start : start + length]).strip("\n")[:450]
+        if snippet.strip():
+            fenced = f"```python\n{snippet}\n```" if kind == "code" else snippet
+            echo.append(f"{USER}{rng.choice(requests).format(kind)}\n{fenced}{ASSISTANT}{fenced}")
+    for document in prose:
+        paragraphs = [p for p in document.split("\n\n") if len(p) > 60]
+        while len(paragraphs) > 4:
+            first, answer = paragraphs.pop(0), "\n\n".join(paragraphs[: rng.randint(1, 4)])[:1400]
+            paragraphs = paragraphs[4:]
+            request = rng.choice(["Continue this story:\n{}", "What happens next?\n{}", "Write a passage after: {}"])
+            instructions.append(f"{USER}{request.format(first[:400])}{ASSISTANT}{answer}")
+    for document in docs:
+        for section in re.split(r"\n(?=\.\. (?:function|class|method|data)::)", document)[1:]:
+            name, body = re.match(r"\.\. \w+:: *([\w.]*)", section).group(1), section.split("\n\n", 1)[-1]
+            body = re.sub(r":\w+:`[~!]?([^`]*)`", r"`\1`", "\n".join(line.strip() for line in body.split("\n")))
+            request = rng.choice(["Explain `{}` in Python.", "What does `{}` do?", "How do I use `{}`?"])
+            instructions.append(f"{USER}{request.format(name)}{ASSISTANT}{body.strip()[:1200]}")
+    return {"echo": echo, "instructions": instructions}
+
+
+def encode(tokenizer, documents: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+    """BOS + document + EOS, documents longer than a row cut into rows."""
+    encoded = {}
+    for source, texts in documents.items():
+        ids = tokenizer([BOS + text + EOS for text in texts], add_special_tokens=False)["input_ids"]
+        encoded[source] = [d[i : i + LENGTH + 1] for d in ids for i in range(0, len(d) - 1, LENGTH)]
+    return encoded
+
+
+class Packer:
+    """Endless rows of `length + 1` tokens of whole documents, sources drawn to follow `MIX`; seeded, so resumable."""
+
+    def __init__(self, encoded: dict[str, list[list[int]]], length: int, seed: int):
+        self.encoded, self.length, self.rng = encoded, length, random.Random(seed)
+        self.queues = {source: [] for source in encoded}
+        self.drawn = dict.fromkeys(encoded, 0)
+        self.waiting = [self.draw() for _ in range(64)]
+
+    def draw(self) -> list[int]:
+        source = min(self.drawn, key=lambda s: self.drawn[s] / MIX[s])  # the source furthest below its share
+        if not self.queues[source]:
+            self.queues[source] = self.rng.sample(self.encoded[source], len(self.encoded[source]))
+        document = self.queues[source].pop()
+        self.drawn[source] += len(document)
+        return document
+
+    def row(self) -> list[int]:
+        row = []
+        while True:  # first fit among the waiting documents, so that no chat is cut and little is padded
+            fit = next((i for i, d in enumerate(self.waiting) if len(d) <= self.length + 1 - len(row)), None)
+            if fit is None:
+                return row + [PAD_ID] * (self.length + 1 - len(row))
+            row += self.waiting.pop(fit)
+            self.waiting.insert(self.rng.randrange(len(self.waiting) + 1), self.draw())
+
+
+def load_data(args, tokenizer) -> tuple[dict[str, list[list[int]]], dict[str, torch.Tensor]]:
+    """Encoded training documents, and per source one held-out batch: a document a row, as a chat prompt sees it."""
+    train, heldout = read_documents(args.data)
+    train |= generated_documents(train, args.seed)
+    if getattr(args, "answers", None):
+        train["answers"] = json.loads(args.answers.read_text(encoding="utf-8"))
+    batches = {source: rows[:16] for source, rows in encode(tokenizer, heldout).items()}
+    batches = {s: torch.tensor([d + [PAD_ID] * (LENGTH + 1 - len(d)) for d in rows]) for s, rows in batches.items()}
+    return encode(tokenizer, train), batches
+
+
+def windowed_attention(module, query, key, value, attention_mask, scaling, **kwargs):
+    """The attention of V4 without a cache, in blocks of one window. `attention_mask` covers the entries only."""
+    batch, heads, length, dim = query.shape
+    window, blocks = module.sliding_window, length // module.sliding_window
+    local, entries = key[:, 0, :length], key[:, :1, length:].expand(-1, blocks, -1, -1)
+    query = query.view(batch, heads, blocks, window, dim).transpose(1, 2).reshape(batch, blocks, heads * window, dim)
+    previous = F.pad(local, (0, 0, window, 0))[:, :length].view(batch, blocks, window, dim)
+    local = torch.cat([previous, local.view(batch, blocks, window, dim)], dim=2)
+
+    i, j, block = torch.arange(window)[:, None], torch.arange(2 * window), torch.arange(blocks)[:, None, None]
+    visible = (j > i) & (j <= i + window) & ((j >= window) | (block > 0))
+    bias = torch.zeros(visible.shape).masked_fill(~visible, float("-inf")).unsqueeze(1)  # over the heads
+    scores = [(query @ local.mT).float().view(batch, blocks, heads, window, -1) * scaling + bias]
+    if module.compressor is not None:
+        scores.append((query @ entries.mT).float().view(batch, blocks, heads, window, -1) * scaling)
+        scores[1] = scores[1] + attention_mask.view(batch, blocks, 1, window, -1)
+    sinks = module.sinks.view(1, 1, heads, 1, 1).expand(batch, blocks, -1, window, -1)
+    probs = torch.cat([*scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
+    weights = probs.to(query.dtype).view(batch, blocks, heads * window, -1)
+    output = weights[..., : 2 * window] @ local
+    if module.compressor is not None:
+        output = output + weights[..., 2 * window :] @ entries
+    if module.layer_type == "compressed_sparse_attention":
+        module.indexer_loss = indexer_loss(module, probs[..., 2 * window :].detach(), attention_mask)
+    return output.view(batch, blocks, heads, window, dim).transpose(2, 3).reshape(batch, length, heads, dim), None
+
+
+def indexer_loss(module, probs: torch.Tensor, entry_bias: torch.Tensor) -> torch.Tensor:
+    """KL from the attention mass on the selected entries to the indexer's scores: the indexer's only gradient."""
+    mass = probs.mean(dim=2).flatten(1, 2)  # [batch, length, entries]
+    target = mass / mass.sum(-1, keepdim=True).clamp(min=1e-6)
+    scores = module.compressor.indexer.scorer.scores.masked_fill(entry_bias[:, 0] != 0, -1e4)
+    divergence = (target * (target.clamp(min=1e-9).log() - scores.log_softmax(-1))).sum(-1)
+    return (divergence * (mass.sum(-1) > 1e-3)).mean()
+
+
+def dense_experts(self, hidden_states, top_k_index, top_k_weights):
+    """Every expert on every token, as two large products: with four tiny experts cheaper than any gather."""
+    routing = hidden_states.new_zeros(hidden_states.shape[0], self.num_experts, dtype=top_k_weights.dtype)
+    routing = routing.scatter(1, top_k_index, top_k_weights)
+    self.load = (routing.detach() > 0).float().mean(0)
+    hidden = F.linear(hidden_states, self.gate_up_proj.flatten(0, 1)).unflatten(-1, (self.num_experts, -1))
+    hidden = self._apply_gate(hidden) * routing.unsqueeze(-1)
+    return hidden.flatten(1).to(hidden_states.dtype) @ self.down_proj.mT.flatten(0, 1)
+
+
+AttentionInterface.register("windowed", windowed_attention)
+ExpertsInterface.register("dense", dense_experts)
+
+
+class Muon(torch.optim.Optimizer):
+    """Orthogonalised momentum (Jordan et al., 2024), for stacks of matrices too; updates scaled to the RMS of Adam's."""
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p)).lerp_(p.grad, 0.05)
+                x = p.grad.lerp(momentum, 0.95).bfloat16()
+                x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+                x = x.mT if (tall := x.shape[-2] > x.shape[-1]) else x
+                for _ in range(5):
+                    a = x @ x.mT
+                    x = 3.4445 * x + (-4.7750 * a + 2.0315 * (a @ a)) @ x
+                p.mul_(1 - 0.05 * group["lr"])
+                p.add_(x.mT if tall else x, alpha=-0.2 * group["lr"] * max(p.shape[-2:]) ** 0.5)
+
+
+def build(config: DeepseekV4Config, seed: int) -> DeepseekV4ForCausalLM:
+    torch.manual_seed(seed)
+    model = DeepseekV4ForCausalLM(config)
+    for layer in model.model.layers:
+        for connection in (layer.attn_hc, layer.ffn_hc):  # the streams start nearly separate
+            connection.base.data[2 * config.hc_mult :] = 3.0 * torch.eye(config.hc_mult).flatten()
+        if layer.mlp.is_hash:  # distinct experts for every token, every pair of experts equally often
+            pairs = torch.combinations(torch.arange(config.n_routed_experts), config.num_experts_per_tok)
+            layer.mlp.gate.tid2eid.copy_(pairs[torch.randperm(config.vocab_size) % len(pairs)])
+    return model
+
+
+def prepare(model: DeepseekV4ForCausalLM) -> DeepseekV4ForCausalLM:
+    """Switch to the kernels above, cut the indexer's inputs from the graph, compile the layers."""
+    model.config._attn_implementation, model.config._experts_implementation = "windowed", "dense"
+    for layer in model.model.layers:
+        if layer.self_attn.layer_type == "compressed_sparse_attention":
+            indexer = layer.self_attn.compressor.indexer
+            indexer.register_forward_pre_hook(lambda module, a: (a[0].detach(), a[1].detach(), *a[2:]))
+            indexer.scorer.register_forward_hook(lambda module, a, scores: setattr(module, "scores", scores))
+        layer.compile(dynamic=False)
+    return model
+
+
+def logits_of(model: DeepseekV4ForCausalLM, ids: torch.Tensor) -> torch.Tensor:
+    """The mask starts empty: `windowed_attention` knows causality, and each layer appends its own entries' part."""
+    return model(ids, attention_mask={"windowed": torch.zeros(*ids.shape, 0).unsqueeze(1)}, use_cache=False).logits
+
+
+@torch.compile(dynamic=False)
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=PAD_ID)
+
+
+@torch.compile(dynamic=False)
+def divergence(logits: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """KL(teacher || student), averaged over the positions that predict a real token."""
+    log_p, log_q = teacher.float().log_softmax(-1), logits.float().log_softmax(-1)
+    return ((log_p.exp() * (log_p - log_q)).sum(-1) * (labels != PAD_ID)).sum() / (labels != PAD_ID).sum()
+
+
+def agreement(logits: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Share of positions at which the draft's best token is the target's: what greedy acceptance follows."""
+    return (logits.argmax(-1) == teacher.argmax(-1))[labels != PAD_ID].float().mean()
+
+
+@torch.no_grad()
+@torch.compiler.set_stance("force_eager")
+def evaluate(model, heldout: dict[str, torch.Tensor], metric) -> dict[str, float]:
+    return {source: metric(model, ids[:, :-1], ids[:, 1:]).item() for source, ids in heldout.items()}
+
+
+def fit(model, tokenizer, args, encoded, heldout, loss_function, metric):
+    """AdamW and Muon, cosine schedule; resumes from `<out>/state.pt` and exports to `<out>/latest` as it goes."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out.parent / "train.pid").write_text(f"{os.getpid()}\n")
+    small = re.compile("embed_tokens|lm_head|position_bias|hc")
+    is_matrix = {n: p.ndim > 1 and min(p.shape[-2:]) > 8 and not small.search(n) for n, p in model.named_parameters()}
+    matrices = [p for n, p in model.named_parameters() if is_matrix[n]]
+    others = [p for n, p in model.named_parameters() if not is_matrix[n]]
+    adamw = torch.optim.AdamW(others, lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
+    optimizers = [adamw, Muon(matrices, {"lr": PEAK_LR})]
+    routers = [layer.mlp for layer in model.model.layers if not layer.mlp.is_hash]
+
+    state_file, start = args.out / "state.pt", 0
+    if state_file.exists():
+        state = torch.load(state_file)
+        start = state["step"]
+        model.load_state_dict(state["model"])
+        torch.set_rng_state(state["rng"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+
+    steps = args.tokens // BATCH_TOKENS
+    exports = {round(steps * float(percent) / 100): f"at-{percent}" for percent in args.save_at}
+    # one batch in four has rows twice as long, for the layers whose entries only count at a distance
+    packers = [Packer(encoded, length, args.seed + i) for i, length in enumerate((LENGTH, 2 * LENGTH))]
+    progress = tqdm(range(1, steps + 1), mininterval=10)
+    for step in progress:
+        packer = packers[step % 4 == 0]
+        ids = torch.tensor([packer.row() for _ in range(BATCH_TOKENS // packer.length)])
+        if step <= start:  # only replays the order of the data
+            continue
+        lr = PEAK_LR * min(step / WARMUP, 0.505 + 0.5 * math.cos(math.pi * (step - 1) / steps))
+        began = time.time()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_function(model, ids[:, :-1], ids[:, 1:])
+        (loss + sum(getattr(layer.self_attn, "indexer_loss", 0.0) for layer in model.model.layers)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = lr
+            optimizer.step()
+            optimizer.zero_grad()
+        for mlp in routers:  # DeepSeek's balancing without a loss: favour the experts that saw fewer tokens
+            load = mlp.experts.load
+            mlp.gate.e_score_correction_bias -= 0.01 * lr / PEAK_LR * (load - load.mean()).sign()
+
+        record = {"step": step, "loss": loss.item(), "seconds": time.time() - began}
+        progress.set_postfix(loss=f"{record['loss']:.3f}", refresh=False)
+        if step % SAVE_EVERY == 0 or step == steps:
+            record |= {"heldout": evaluate(model, heldout, metric), "load": [m.experts.load.tolist() for m in routers]}
+            state = {"step": step, "model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
+            torch.save(state | {"rng": torch.get_rng_state()}, state_file.with_suffix(".tmp"))
+            state_file.with_suffix(".tmp").rename(state_file)
+            export(model, tokenizer, args.out / "latest")
+        if step in exports:
+            export(model, tokenizer, args.out / exports[step])
+        with open(args.out / "log.jsonl", "a") as log:
+            log.write(json.dumps(record) + "\n")
+
+
+def export(model: DeepseekV4ForCausalLM, tokenizer, folder: Path):
+    """Weights stored in bf16 but loaded in fp32, tokenizer, generation config; replaces `folder` in one move."""
+    fresh, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
+    copy = DeepseekV4ForCausalLM(DeepseekV4Config(**model.config.to_diff_dict()))
+    copy.load_state_dict(model.state_dict())
+    copy.generation_config.update(do_sample=False, bos_token_id=0, eos_token_id=1, pad_token_id=PAD_ID)
+    copy.to(torch.bfloat16).save_pretrained(fresh)
+    config = json.loads((fresh / "config.json").read_text())
+    (fresh / "config.json").write_text(json.dumps(config | {"dtype": "float32"}, indent=2) + "\n")
+    tokenizer.save_pretrained(fresh)
+    if folder.exists():
+        folder.rename(old)
+    fresh.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def load(folder: Path) -> tuple[DeepseekV4ForCausalLM, PreTrainedTokenizerFast]:
+    return DeepseekV4ForCausalLM.from_pretrained(folder).eval(), PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def train_tokenizer(args):
+    """Byte-level BPE with single digits, DeepSeek's markers and a chat template."""
+    bpe = Tokenizer(models.BPE())
+    words = Regex(r"\p{N}|'(?:s|t|re|ve|m|ll|d)| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(words, behavior="isolated"), byte_level])
+    bpe.decoder = decoders.ByteLevel()
+    markers = re.compile("|".join(map(re.escape, SPECIAL_TOKENS)))
+    texts = (part for texts in read_documents(args.data)[0].values() for t in texts for part in markers.split(t))
+    options = {"special_tokens": list(SPECIAL_TOKENS), "initial_alphabet": byte_level.alphabet()}
+    bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=4096, **options))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token=BOS, eos_token=EOS, pad_token=PAD, extra_special_tokens=[USER, ASSISTANT],
+        padding_side="left", model_max_length=4096, clean_up_tokenization_spaces=False, chat_template=CHAT_TEMPLATE,
+    )  # fmt: skip
+    tokenizer.save_pretrained(args.out)
+
+
+def train_target(args):
+    """Next-token prediction."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(args.tokenizer)
+    model = prepare(build(DeepseekV4Config(vocab_size=len(tokenizer), **TARGET), args.seed))
+
+    def loss(model, ids, labels):
+        return cross_entropy(logits_of(model, ids), labels)
+
+    fit(model, tokenizer, args, *load_data(args, tokenizer), loss, metric=loss)
+
+
+def train_draft(args):
+    """Distillation from the target's distributions, over the same text and over its own greedy answers."""
+    teacher, tokenizer = load(args.target)
+    config = DeepseekV4Config(vocab_size=len(tokenizer), **DRAFT)
+    model, teacher = prepare(build(config, args.seed)), prepare(teacher.requires_grad_(False))
+
+    def distilled(measure):
+        return lambda model, ids, labels: measure(logits_of(model, ids), logits_of(teacher, ids), labels)
+
+    fit(model, tokenizer, args, *load_data(args, tokenizer), distilled(divergence), metric=distilled(agreement))
+
+
+def greedy(model, tokenizer, prompts: list[str], new_tokens: int) -> list[list[int]]:
+    """Greedy answers to prompts of one length in tokens: the compressors of V4 read padding, so there may be none."""
+    ids = tokenizer(prompts, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    return model.generate(ids, max_new_tokens=new_tokens, do_sample=False)[:, ids.shape[1] :].tolist()
+
+
+def train_answers(args):
+    """The target's own greedy answers to training prompts, for the draft to learn from."""
+    (model, tokenizer), (train, _) = load(args.target), read_documents(args.data)
+    train |= generated_documents(train, args.seed)
+    by_length, answers, deadline = {}, [], time.time() + 60 * args.minutes
+    for source in ("math_gsm8k_train_chat", "code_mbpp_train", "instructions"):
+        for prompt in sorted({BOS + document.split(ASSISTANT)[0] + ASSISTANT for document in train[source]}):
+            by_length.setdefault((source, len(tokenizer.encode(prompt))), []).append(prompt)
+    groups = [prompts[:48] for prompts in by_length.values() if len(prompts) >= 4]
+    for prompts in tqdm(random.Random(args.seed).sample(groups, len(groups))):
+        texts = tokenizer.batch_decode(greedy(model, tokenizer, prompts, new_tokens=160))
+        answers += [(prompt + text).removeprefix(BOS).split(EOS)[0] for prompt, text in zip(prompts, texts)]
+        if time.time() > deadline:
+            break
+    args.out.write_text(json.dumps(answers, ensure_ascii=False, indent=0), encoding="utf-8")
+
+
+def repeated_share(ids: list[int], n: int = 8) -> float:
+    """Share of the tokens that lie inside an n-gram already produced."""
+    seen, inside = set(), set()
+    for i in range(len(ids) - n + 1):
+        inside |= set(range(i, i + n)) if (gram := tuple(ids[i : i + n])) in seen else set()
+        seen.add(gram)
+    return len(inside) / max(1, len(ids))
+
+
+def report(args):
+    """Greedy answers to the prompts (JSON lines with `turns`), and the share of their tokens that loop."""
+    model, tokenizer = load(args.model)
+    for file in args.prompts:
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line][: args.number]
+        loops = tokens = 0
+        for i, row in enumerate(tqdm(rows, desc=file.stem)):
+            chat = [{"role": "user", "content": row["turns"][0]}]
+            prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+            (answer,) = greedy(model, tokenizer, [prompt], new_tokens=128)
+            loops, tokens = loops + repeated_share(answer) * len(answer), tokens + len(answer)
+            if i < 2:
+                print(prompt + tokenizer.decode(answer), "-" * 80, sep="\n")
+        print(f"{file.stem}: {tokens} new tokens, {loops / tokens:.1%} of them inside a repeated 8-gram")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    functions = {"tokenizer": train_tokenizer, "target": train_target, "answers": train_answers, "draft": train_draft}
+    for name, function in (functions | {"report": report}).items():
+        sub = commands.add_parser(name, help=function.__doc__)
+        sub.set_defaults(run=function)
+        if function is report:
+            sub.add_argument("--model", type=Path, required=True)
+            sub.add_argument("--prompts", type=Path, nargs="+", required=True)
+            sub.add_argument("--number", type=int, default=20)
+            continue
+        sub.add_argument("--data", type=Path, required=True)
+        sub.add_argument("--out", type=Path, required=True)
+        sub.add_argument("--seed", type=int, default=0)
+        if function in (train_answers, train_draft):
+            sub.add_argument("--target", type=Path, required=True)
+        if function in (train_target, train_draft):
+            sub.add_argument("--tokens", type=int, required=True)
+            sub.add_argument("--save-at", nargs="*", default=[], help="percentages of the training to keep a copy at")
+    commands.choices["target"].add_argument("--tokenizer", type=Path, required=True)
+    commands.choices["answers"].add_argument("--minutes", type=float, default=5)
+    commands.choices["draft"].add_argument("--answers", type=Path)
+    args = parser.parse_args()
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""`TreeCache`: state of DeepSeek-V4 layers keyed by absolute position.
+
+Layers keep window keys, raw compressor projections and compressed entries in rings and arrays whose slot is a function
+of the position alone; that makes rewinding, ragged rows and commits of any width one and the same indexing.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from . import ops
+from .fork import DEFAULT_SPARE, CommitPlan, Fork, ForkableCache
+
+
+CSA = "compressed_sparse_attention"
+
+
+class CompressorState:
+    """State of one compressor stream: a ring of raw projections and the compressed entries.
+
+    `kv`, `gate`: `[rows, span + spare, C]`, slot = position % (span + spare). `entries`: `[rows, capacity, d]`,
+    index = position // ratio.
+    """
+
+    def __init__(self, ratio: int, span: int) -> None:
+        self.ratio = ratio
+        self.span = span
+        self.kv: Tensor | None = None
+        self.gate: Tensor | None = None
+        self.entries: Tensor | None = None
+
+    def allocate(self, rows: int, spare: int, capacity: int, projection: Tensor, entry_dim: int) -> None:
+        shape = (rows, self.span + spare, projection.shape[-1])
+        self.kv, self.gate = projection.new_zeros(shape), projection.new_zeros(shape)
+        self.entries = projection.new_zeros(rows, max(1, capacity // self.ratio), entry_dim)
+
+    def grow(self, capacity: int) -> None:
+        if self.entries is not None:
+            missing = capacity // self.ratio - self.entries.shape[1]
+            if missing > 0:
+                self.entries = torch.nn.functional.pad(self.entries, (0, 0, 0, missing))
+
+
+class TreeCacheLayer(CacheLayerMixin):
+    """State of one layer: `window` `[rows, W + spare, head_dim]` (slot = position % size) and compressor streams."""
+
+    _layer_type = None
+    is_sliding = False
+
+    def __init__(self, config, layer_type: str) -> None:
+        super().__init__()
+        self.sliding_window = config.sliding_window
+        self.window: Tensor | None = None
+        self.streams: dict[str, CompressorState] = {}
+        if layer_type != "sliding_attention":
+            ratio = config.compress_rates[layer_type]
+            overlap = 2 if layer_type == CSA else 1
+            names = ("compressor", "indexer") if layer_type == CSA else ("compressor",)
+            self.streams = {name: CompressorState(ratio, overlap * ratio) for name in names}
+
+    def allocate_window(self, rows: int, spare: int, node_kv: Tensor) -> None:
+        self.window = node_kv.new_zeros(rows, self.sliding_window + spare, node_kv.shape[-1])
+        self.is_initialized = True
+
+    def tensors(self) -> Iterator[tuple[object, str, Tensor]]:
+        """Every allocated state tensor as `(owner, attribute, tensor)`; the first dimension is rows."""
+        if self.window is not None:
+            yield self, "window", self.window
+        for stream in self.streams.values():
+            for name in ("kv", "gate", "entries"):
+                if getattr(stream, name) is not None:
+                    yield stream, name, getattr(stream, name)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise ValueError("A `TreeCache` layer is allocated by its fork. Call `hf_treespec.enable(model)` first.")
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
+        raise ValueError("A `TreeCache` is written by `refresh` only. Call `hf_treespec.enable(model)` first.")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        raise ValueError("A `TreeCache` needs no attention mask; pass `attention_mask={'tree': None}`.")
+
+    def get_seq_length(self) -> int:
+        raise ValueError("Lengths belong to the `TreeCache`, not to its layers; use `cache.lengths`.")
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class TreeCache(ForkableCache):
+    """Cache of a DeepSeek-V4 model for tree verification, plain decoding and chunked prefill.
+
+    Rows are ragged: every row has its own length and its own phase within a compression window.
+
+    Args:
+        config: the model's `DeepseekV4Config`.
+        rows (`int`): number of requests.
+        spare (`int`, defaults to 32): extra ring slots. A round may commit that many tokens without overwriting what
+            the old length needs, and `crop` is exact that far back.
+        device: device of `lengths` and `token_ids`. Layer state is allocated where the layer runs.
+    """
+
+    def __init__(self, config, rows: int, spare: int = DEFAULT_SPARE, device: torch.device | str | None = None) -> None:
+        layers = [TreeCacheLayer(config, layer_type) for layer_type in config.layer_types]
+        super().__init__(layers, rows, spare, device)
+
+    def window(self, layer_idx: int, node_kv: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's committed ring, and all nodes' keys `[B, N, D]`, given those of the query nodes."""
+        layer = self.layers[layer_idx]
+        if layer.window is None:
+            layer.allocate_window(self.rows, self.spare, node_kv)
+        return layer.window, self.open_fork.append(layer_idx, "window", node_kv)
+
+    def stream(self, layer_idx: int, name: str, kv: Tensor, gate: Tensor, entry_dim: int):
+        """A compressor stream's committed state, and all nodes' projections, given those of the query nodes."""
+        state = self.layers[layer_idx].streams[name]
+        if state.kv is None:
+            state.allocate(self.rows, self.spare, self.capacity, kv, entry_dim)
+        fork = self.open_fork
+        return state, (fork.append(layer_idx, f"{name}.kv", kv), fork.append(layer_idx, f"{name}.gate", gate))
+
+    def commit(self, fork: Fork, plan: CommitPlan) -> None:
+        for layer_idx, layer in enumerate(self.layers):
+            if layer.window is None:
+                continue
+            device = layer.window.device
+            target, source = plan.ring(layer.window.shape[1], device)
+            ops.scatter_path(layer.window, fork.scratch(layer_idx, "window"), target, source)
+            for name, state in layer.streams.items():
+                target, source = plan.ring(state.kv.shape[1], device)
+                ops.scatter_path(state.kv, fork.scratch(layer_idx, f"{name}.kv"), target, source)
+                ops.scatter_path(state.gate, fork.scratch(layer_idx, f"{name}.gate"), target, source)
+                target, source = plan.entries(state.ratio, device)
+                if len(source[0]):
+                    ops.scatter_path(state.entries, fork.scratch(layer_idx, f"{name}.entries"), target, source)
+
+    def attention_mask(self, fork: Fork) -> dict[str, None]:
+        """A mask dict without a mask: swapped attention needs none, and the model skips building its own."""
+        return {"tree": None}
+
+    def grow(self, capacity: int) -> None:
+        for layer in self.layers:
+            for stream in layer.streams.values():
+                stream.grow(capacity)

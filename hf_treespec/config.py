@@ -1,0 +1,104 @@
+"""`TreeConfig`: the shape of the draft tree and how it is verified."""
+
+import json
+import os
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+CONFIG_NAME = "tree_config.json"
+BACKENDS = ("auto", "torch")
+MAX_BUDGET = 256
+MAX_DEPTH = 64
+
+
+@dataclass(slots=True)
+class TreeConfig:
+    """Shape of the draft trees of one `generate` call.
+
+    Args:
+        budget (`int`, defaults to 8):
+            Number of nodes the target verifies per round, the root included. `budget=1` is plain decoding.
+        depth (`int`, *optional*):
+            Drafted levels below the root, the most drafted tokens a round can accept. `None` takes
+            [`~TreeConfig.resolved_depth`]'s default.
+        top_k (`int`, *optional*):
+            Children drafted per expanded node. `top_k=1` drafts a chain. `None` takes
+            [`~TreeConfig.resolved_top_k`]'s default.
+        backend (`str`, defaults to `"auto"`):
+            Implementation of the operations, one of `"auto"` and `"torch"`.
+
+    Raises:
+        ValueError: for an unknown key or a value outside its range.
+    """
+
+    budget: int = 8
+    depth: int | None = None
+    top_k: int | None = None
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        _check_integer("budget", self.budget, 1, MAX_BUDGET)
+        if self.depth is not None:
+            _check_integer("depth", self.depth, 0 if self.budget == 1 else 1, MAX_DEPTH)
+        if self.top_k is not None:
+            _check_integer("top_k", self.top_k, 1, MAX_BUDGET)
+        if self.backend not in BACKENDS:
+            raise ValueError(f"`backend` is {self.backend!r}; allowed values are {BACKENDS}.")
+
+    @property
+    def resolved_top_k(self) -> int:
+        """`top_k`, or its default: 3 up to 16 nodes, 4 up to 64, 8 above."""
+        if self.top_k is not None:
+            return self.top_k
+        return 3 if self.budget <= 16 else 4 if self.budget <= 64 else 8
+
+    @property
+    def resolved_depth(self) -> int:
+        """`depth` (at most budget - 1, deeper levels cannot be verified), or its default.
+
+        The default is that of the matched chain, budget - 1, up to 7 levels, and grows by one level per doubling of
+        the budget above 8. Levels that cannot enter the tree are not drafted.
+        """
+        deepest = self.budget - 1
+        if self.depth is not None:
+            return min(self.depth, deepest)
+        if self.top_k == 1:
+            return min(deepest, MAX_DEPTH)
+        return min(deepest, 7 + max(0, (self.budget - 1).bit_length() - 3))
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any]) -> "TreeConfig":
+        """Builds a config from a dict; unknown keys raise a `ValueError` that lists them."""
+        if not isinstance(config, dict):
+            raise ValueError(f"`tree_config` must be a `TreeConfig` or a dict, not {type(config).__name__}.")
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(str(key) for key in config if key not in known)
+        if unknown:
+            raise ValueError(f"Unknown `tree_config` keys {unknown}; allowed keys are {known}.")
+        return cls(**config)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The config as a plain dict, for JSON or `generation_config`."""
+        return asdict(self)
+
+    def save_pretrained(self, save_directory: str | os.PathLike) -> None:
+        """Writes `tree_config.json` to `save_directory`."""
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CONFIG_NAME).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike) -> "TreeConfig":
+        """Reads `tree_config.json` from a local folder or a Hub repository."""
+        from transformers.utils import cached_file
+
+        path = cached_file(str(pretrained_model_name_or_path), CONFIG_NAME)
+        return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+
+
+def _check_integer(name: str, value: Any, lowest: int, highest: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"`{name}` must be an integer, not {value!r}.")
+    if not lowest <= value <= highest:
+        raise ValueError(f"`{name}` is {value}; allowed values are {lowest} to {highest}.")

@@ -1,0 +1,32 @@
+"""`TreeCandidateGenerator`: the three verbs of a drafter."""
+
+from torch import Tensor
+from transformers.generation.candidate_generator import CandidateGenerator
+
+from ..tree import TokenTree
+
+
+class TreeCandidateGenerator(CandidateGenerator):
+    """Drafts token trees for all rows of one `generate` call. All of its state lives for that call."""
+
+    def begin(self, tokens: Tensor, lengths: Tensor) -> None:
+        """Takes in the committed context: `tokens` `[rows, P]`, of which the first `lengths` `[rows]` are real."""
+
+    def propose(self, rows: Tensor | None, roots: Tensor, depth: int) -> TokenTree:
+        """Drafts at most `depth` levels below `roots` `[B]` for the physical `rows` `[B]` (all by default)."""
+        raise NotImplementedError
+
+    def update(self, path: Tensor, path_lengths: Tensor, predicted: Tensor) -> None:
+        """Learns the outcome of the tree proposed last.
+
+        Args:
+            path: accepted nodes by depth, root first, `[B, P]`, of which `path_lengths` `[B]` are committed.
+            predicted: the target's token at each node, `[B, N]`.
+        """
+
+
+class RootGenerator(TreeCandidateGenerator):
+    """Proposes nothing: `budget=1`, plain decoding."""
+
+    def propose(self, rows: Tensor | None, roots: Tensor, depth: int) -> TokenTree:
+        return TokenTree.chain(roots[:, None])

@@ -1,0 +1,69 @@
+"""The pool of drafted candidates of one round, and the tree that is kept of it."""
+
+import torch
+from torch import Tensor
+
+from ..tree import TokenTree
+
+
+class CandidatePool:
+    """All candidates drafted in a round, level by level; entry 0 is the root.
+
+    Each tensor is `[B, C]`: `tokens`; `parents` (pool entries); `scores`, the log of the estimated chance that the
+    target walks there (-inf: not to be used); `nodes`, the drafter's own node number of an expanded candidate, else
+    -1; `children`, the pool entry of an expanded candidate's first child, else -1. `probabilities` are the draft's.
+    """
+
+    def __init__(self, roots: Tensor, root_node: int) -> None:
+        self.tokens = roots[:, None]
+        self.parents = torch.zeros_like(self.tokens)
+        self.scores = torch.zeros(self.tokens.shape, device=roots.device)
+        self.probabilities = torch.ones_like(self.scores)
+        self.nodes = torch.full_like(self.tokens, root_node)
+        self.children = torch.full_like(self.tokens, -1)
+        self.levels = 0
+
+    @property
+    def size(self) -> int:
+        return self.tokens.shape[1]
+
+    def add_level(self, parents: Tensor, tokens: Tensor, probabilities: Tensor, acceptance: Tensor) -> None:
+        """Adds the candidates `[B, w, k]` below the expanded pool entries `parents` `[B, w]`."""
+        batch, width, top_k = tokens.shape
+        first = self.size + top_k * torch.arange(width, device=tokens.device)
+        self.children = self.children.scatter(1, parents, first.expand(batch, -1))
+        scores = self.scores.gather(1, parents)[..., None] + acceptance.log()
+        self.tokens = torch.cat([self.tokens, tokens.flatten(1)], 1)
+        self.parents = torch.cat([self.parents, parents.repeat_interleave(top_k, 1)], 1)
+        self.scores = torch.cat([self.scores, scores.flatten(1)], 1)
+        self.probabilities = torch.cat([self.probabilities, probabilities.flatten(1)], 1)
+        fresh = torch.full((batch, width * top_k), -1, device=tokens.device)
+        self.nodes = torch.cat([self.nodes, fresh], 1)
+        self.children = torch.cat([self.children, fresh], 1)
+        self.levels += 1
+
+    def frontier(self, width: int, level_size: int, lowest: float) -> tuple[Tensor, Tensor]:
+        """The best `width` candidates of the last level (pool entries `[B, w]`), and which reach score `lowest`."""
+        scores, order = self.scores[:, -level_size:].topk(min(width, level_size), dim=1)
+        return order + self.size - level_size, scores >= lowest
+
+    def can_improve(self, frontier: Tensor, count: int) -> bool:
+        """Whether a child of `frontier` could enter the best `count` candidates of some row. Reads the device."""
+        if self.size - 1 <= count:
+            return True
+        worst_kept = self.scores[:, 1:].topk(count, dim=1).values[:, -1:]
+        return bool((self.scores.gather(1, frontier) > worst_kept).any())
+
+    def best_tree(self, count: int) -> tuple[TokenTree, Tensor]:
+        """The tree of the `count` best candidates, and the pool entry of each of its nodes `[B, N]`.
+
+        Scores fall strictly from parent to child, so the best candidates are connected.
+        """
+        scores, order = self.scores[:, 1:].topk(min(count, self.size - 1), dim=1)
+        entries, permutation = (order + 1).sort(1)
+        valid = torch.nn.functional.pad(scores.gather(1, permutation) > float("-inf"), (1, 0), value=True)
+        entries = torch.nn.functional.pad(entries, (1, 0))
+        number = torch.zeros_like(self.tokens)
+        number.scatter_(1, entries, torch.arange(entries.shape[1], device=entries.device).expand_as(entries))
+        parents = number.gather(1, self.parents.gather(1, entries))
+        return TokenTree.from_parents(self.tokens.gather(1, entries), parents, self.levels, valid), entries

@@ -1,0 +1,304 @@
+"""Speculative rounds: a `Fork` works beside the committed state of a cache, `refresh` commits the accepted path.
+
+What a round computes lies in the fork's scratch, one row per node. Nothing committed changes while it is open.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from . import ops
+from .tree import TokenTree
+
+
+DEFAULT_SPARE = 32
+_FIRST_CAPACITY = 64
+
+
+class Fork:
+    """One open speculative round on named rows of a cache. Nothing committed changes until `refresh`.
+
+    `extend` adds a level of nodes for a further forward of the same round; `geometry(device)` is where everything
+    lies for the current forward.
+    """
+
+    def __init__(self, cache: "ForkableCache", tree: TokenTree, rows: Tensor | None) -> None:
+        self.cache = cache
+        self.rows = rows
+        self.tree = tree
+        self.start = 0
+        self.lengths = cache.lengths if rows is None else cache.lengths.index_select(0, rows)
+        on_host = self.lengths.device.type == "cpu"
+        self.max_length = int(self.lengths.max()) if on_host else cache.length_bound
+        self._scratch: dict[tuple[int, str], Tensor] = {}
+        self._geometries: dict[torch.device, ops.TreeGeometry] = {}
+
+    def extend(self, tree: TokenTree) -> None:
+        """Continues the round with `tree`, whose first nodes are those of the present one."""
+        self.start = self.tree.tokens.shape[1]
+        self.tree = tree
+        self.cache.reserve(self.max_length + tree.max_depth + 1)
+        self._geometries = {
+            device: self._geometry_on(device, geometry.known_closers())
+            for device, geometry in self._geometries.items()
+        }
+
+    def geometry(self, device: torch.device) -> ops.TreeGeometry:
+        """Index arithmetic of the current forward on `device`; moved there once."""
+        if device not in self._geometries:
+            self._geometries[device] = self._geometry_on(device, {})
+        return self._geometries[device]
+
+    def _geometry_on(self, device: torch.device, closers: dict[int, Tensor]) -> ops.TreeGeometry:
+        tree, rows = self.tree, self.rows
+        if device != self.lengths.device:
+            paths = None if tree.is_chain else tree.paths.to(device)
+            tree = TokenTree(tree.tokens.to(device), paths, tree.valid.to(device))
+            rows = None if rows is None else rows.to(device)
+        return ops.TreeGeometry(tree, rows, self.lengths.to(device), self.max_length, self.start, closers)
+
+    def model_inputs(self) -> dict:
+        """Keyword arguments of the model's forward for the query nodes."""
+        return {
+            "input_ids": self.tree.tokens[:, self.start :],
+            "position_ids": self.geometry(self.lengths.device).positions[:, self.start :],
+            "attention_mask": self.cache.attention_mask(self),
+            "cache": self.cache,
+            "use_cache": True,
+        }
+
+    def append(self, layer_idx: int, name: str, value: Tensor) -> Tensor:
+        """Adds what the query nodes produced (`[B, Q, ...]`) to the scratch; returns all nodes' `[B, N, ...]`."""
+        earlier = self._scratch.get((layer_idx, name))
+        if earlier is not None:
+            value = torch.cat([earlier, value], 1)
+        self._scratch[layer_idx, name] = value
+        return value
+
+    def scratch(self, layer_idx: int, name: str) -> Tensor | None:
+        """All nodes' rows `[B, N, ...]` of what a layer appended, if it did."""
+        return self._scratch.get((layer_idx, name))
+
+    def refresh(self, path: Tensor, path_lengths: Tensor) -> None:
+        """Commits the first `path_lengths` `[B]` nodes of `path` `[B, P]` in every row, and closes the fork.
+
+        Interrupted anywhere, the cache stays valid at its old length (unless more than `spare` tokens are written at
+        once, a prefill chunk: then it is marked unusable).
+        """
+        cache, rows = self.cache, self.rows
+        all_rows = torch.arange(len(path), device=path.device) if rows is None else rows
+        depth = torch.arange(path.shape[1], device=path.device)
+        end = self.lengths + path_lengths
+        overwrites = path.shape[1] > cache.spare
+        # Raised before anything is written: rewinding stays exact for whatever the rings may hold by then.
+        cache.written = cache.written.scatter_reduce(0, all_rows, end, "amax")
+        cache.length_bound += path.shape[1]
+        cache.usable = cache.usable and not overwrites
+        batch, column = (depth < path_lengths[:, None]).nonzero(as_tuple=True)
+        node, position = path[batch, column], self.lengths[batch] + column
+        ops.scatter_path(cache.token_ids, self.tree.tokens, (all_rows[batch], position), (batch, node))
+        cache.commit(self, CommitPlan(self, all_rows, batch, node, position, end, path, path_lengths))
+        cache.lengths = cache.lengths.index_add(0, all_rows, path_lengths)
+        cache.usable = True
+        cache.close(self)
+
+
+class CommitPlan:
+    """Which scratch rows go to which slots, once per ring size, ratio and device."""
+
+    def __init__(self, fork: Fork, rows, batch, node, position, end, path, path_lengths) -> None:
+        self._fork = fork
+        self._flat = (rows[batch], batch, node, position)
+        # Of a chunk longer than the ring only the last positions are written, each slot once.
+        self._age = end[batch] - position
+        self._rows, self._path, self._path_lengths = rows, path, path_lengths
+        self._memo: dict = {}
+
+    def ring(self, size: int, device: torch.device):
+        if (size, device) not in self._memo:
+            row, batch, node, position = self._flat
+            if self._path.shape[1] > size:
+                kept = (self._age <= size).nonzero()[:, 0]
+                row, batch, node, position = (index[kept] for index in self._flat)
+            indices = (index.to(device) for index in (row, position % size, batch, node))
+            row, slot, batch, node = indices
+            self._memo[size, device] = (row, slot), (batch, node)
+        return self._memo[size, device]
+
+    def entries(self, ratio: int, device: torch.device):
+        key = ("entries", ratio, device)
+        if key not in self._memo:
+            geometry = self._fork.geometry(device)
+            path, lengths = self._path.to(device), self._path_lengths.to(device)
+            closers = geometry.closers(ratio)
+            depths = geometry.tree.depths.gather(1, closers.clamp(min=0))
+            inside = (depths < lengths[:, None]) & (closers >= 0)
+            accepted = inside & (path.gather(1, depths.clamp(max=path.shape[1] - 1)) == closers)
+            batch, rank = accepted.nonzero(as_tuple=True)
+            entry = geometry.entry_numbers(ratio)[batch, rank]
+            self._memo[key] = (self._rows.to(device)[batch], entry), (batch, rank)
+        return self._memo[key]
+
+
+class ForkableCache(Cache):
+    """Committed state keyed by absolute position, ragged over rows: what `Fork` needs of a cache.
+
+    Subclasses say how a path is committed, what mask the model takes, and how their tensors grow.
+
+    Attributes:
+        lengths (`torch.LongTensor` of shape `[rows]`): committed tokens of each row.
+        written (`torch.LongTensor` of shape `[rows]`): highest position a row's rings may ever have held, plus 1.
+        token_ids (`torch.LongTensor` of shape `[rows, capacity]`): the committed tokens.
+    """
+
+    def __init__(self, layers: list, rows: int, spare: int, device: torch.device | str | None) -> None:
+        super().__init__(layers=layers)
+        self.rows = rows
+        self.spare = spare
+        self.capacity = _FIRST_CAPACITY
+        self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
+        self.written = torch.zeros_like(self.lengths)
+        self.token_ids = torch.zeros(rows, self.capacity, dtype=torch.long, device=device)
+        self.length_bound = 0
+        self.usable = True
+        self._fork: Fork | None = None
+
+    def commit(self, fork: Fork, plan: "CommitPlan") -> None:
+        """Writes the accepted path into the layers."""
+        raise NotImplementedError
+
+    def attention_mask(self, fork: Fork):
+        """The mask that the model's forward takes for the query nodes of `fork`."""
+        raise NotImplementedError
+
+    def grow(self, capacity: int) -> None:
+        """Makes room for `capacity` tokens in the layers."""
+        raise NotImplementedError
+
+    @contextmanager
+    def fork(self, tree: TokenTree, rows: Tensor | None = None) -> Iterator[Fork]:
+        """Opens a speculative round on `rows` (all by default). Leaving the context without `refresh` discards it."""
+        self._check_usable()
+        if self._fork is not None:
+            raise RuntimeError("This cache has an open fork. One cache serves one `generate` call at a time.")
+        fork = self._fork = Fork(self, tree, rows)
+        try:
+            self.reserve(fork.max_length + tree.max_depth + 1)
+            yield fork
+        finally:
+            self.close(fork)
+
+    @property
+    def open_fork(self) -> Fork:
+        """The open round; swapped modules find it here."""
+        if self._fork is None:
+            raise RuntimeError("This cache has no open fork: run the model inside `with cache.fork(tree):`.")
+        return self._fork
+
+    def close(self, fork: Fork) -> None:
+        """Ends a round. What it computed and did not commit is gone."""
+        if self._fork is fork:
+            self._fork = None
+
+    def reserve(self, length: int) -> None:
+        """Makes room for `length` tokens per row; doubles, between rounds only."""
+        if length <= self.capacity:
+            return
+        if self.lengths.device.type != "cpu":
+            # The bound drifts up by the rejected nodes; the true length is asked for only when it matters.
+            length -= self.length_bound - int(self.lengths.max())
+            self.length_bound = int(self.lengths.max())
+            if length <= self.capacity:
+                return
+        capacity = self.capacity
+        while capacity < length:
+            capacity *= 2
+        self.grow(capacity)
+        self.token_ids = torch.nn.functional.pad(self.token_ids, (0, capacity - self.token_ids.shape[1]))
+        self.capacity = capacity
+
+    def _check_usable(self) -> None:
+        if not self.usable:
+            raise RuntimeError(
+                "This cache was interrupted while a prefill chunk was written and is unusable. "
+                "Call `cache.reset()` or pass a new one."
+            )
+
+    # Rewinding
+
+    def rewind(self, lengths: Tensor) -> None:
+        """Shortens rows to `lengths` `[rows]`; exact down to `written - spare`, or to 0.
+
+        Raises:
+            ValueError: if a row would go below that, or grow.
+        """
+        self._check_usable()
+        if (lengths > self.lengths).any() or (lengths < 0).any():
+            raise ValueError(f"`lengths` {lengths.tolist()} must lie between 0 and {self.lengths.tolist()}.")
+        if (~self.can_rewind(lengths)).any():
+            lowest = (self.written - self.spare).clamp(min=0).tolist()
+            raise ValueError(
+                f"Cannot rewind to {lengths.tolist()}: rows are exact down to {lowest} (`spare`={self.spare}). "
+                "Prefill again, or create the cache with a larger `spare`."
+            )
+        self.written = torch.where(lengths == 0, 0, self.written)
+        self.lengths = lengths.clone()
+
+    def can_rewind(self, lengths: Tensor) -> Tensor:
+        """Whether each row can go to `lengths` `[rows]` exactly."""
+        return (lengths >= self.written - self.spare) | (lengths == 0) | (lengths == self.lengths)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last `tokens_to_remove` tokens of every row (transformers' meaning; see [`~TreeCache.rewind`])."""
+        if tokens_to_remove < 0:
+            raise ValueError(f"`tokens_to_remove` is {tokens_to_remove}; it must not be negative.")
+        self.rewind(self.lengths - tokens_to_remove)
+
+    @property
+    def is_croppable(self) -> bool:
+        """False: transformers would assume that any number of tokens can be removed."""
+        return False
+
+    # The rest of the `Cache` interface
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """The longest row's length; information only, rows are ragged."""
+        return int(self.lengths.max())
+
+    def get_max_length(self) -> int:
+        """-1: there is no maximum."""
+        return -1
+
+    def reset(self, spare: int | None = None) -> None:
+        """Empties every row; with another `spare` the rings are made anew."""
+        self.lengths = torch.zeros_like(self.lengths)
+        self.written = torch.zeros_like(self.written)
+        self.length_bound = 0
+        self.usable = True
+        if spare is not None and spare != self.spare:
+            self.spare = spare
+            for layer in self.layers:
+                for owner, name, _ in list(layer.tensors()):
+                    setattr(owner, name, None)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps the rows `indices` (any order, repeats allowed)."""
+        indices = torch.as_tensor(indices, device=self.lengths.device)
+        for layer in self.layers:
+            for owner, name, tensor in layer.tensors():
+                setattr(owner, name, tensor.index_select(0, indices.to(tensor.device)))
+        self.lengths, self.written = self.lengths[indices], self.written[indices]
+        self.token_ids = self.token_ids[indices]
+        self.rows = len(indices)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Reorders rows."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats every row `repeats` times."""
+        rows = torch.arange(self.rows, device=self.lengths.device)
+        self.batch_select_indices(rows.repeat_interleave(repeats))

@@ -1,0 +1,242 @@
+"""The `generate` that `enable` binds, and the decoding loop: draft, verify, accept, refresh."""
+
+import inspect
+import logging
+import os
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from . import ops
+from .cache import TreeCache
+from .config import TreeConfig
+from .drafting import RootGenerator, TreeCandidateGenerator
+from .fork import DEFAULT_SPARE
+from .modeling import disable, enable, is_enabled
+from .prefill import left_align, prefill
+from .reuse import reuse_prefix
+from .validation import check_assistant, check_inputs, check_options, check_prepared, option
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class TreeGenerateOutput(GenerateDecoderOnlyOutput):
+    """`GenerateDecoderOnlyOutput` with `tree_stats`, see [`TreeStats.to_dict`]; `cache` is the `TreeCache`."""
+
+    tree_stats: dict[str, Any] | None = None
+
+
+@dataclass
+class TreeStats:
+    """Counts of one call, over all rows. Accepted length = emitted tokens / rounds; without the bonus, one less."""
+
+    rounds: int = 0
+    emitted_tokens: int = 0
+    nodes: int = 0
+    accepted_lengths: dict[int, int] = field(default_factory=dict)
+    time: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("prefill", *PHASES), 0.0))
+
+    def count(self, lengths: list[int], nodes: int) -> None:
+        """Adds a round: tokens emitted by each row, nodes verified in each."""
+        self.rounds += len(lengths)
+        self.nodes += nodes * len(lengths)
+        self.emitted_tokens += sum(lengths)
+        for length in lengths:
+            self.accepted_lengths[length] = self.accepted_lengths.get(length, 0) + 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """`rounds`, `emitted_tokens`, `nodes` (verified), `accepted_lengths` (histogram), `time` (seconds by phase, as
+        the host sees them)."""
+        return {
+            "rounds": self.rounds,
+            "emitted_tokens": self.emitted_tokens,
+            "nodes": self.nodes,
+            "accepted_lengths": dict(sorted(self.accepted_lengths.items())),
+            "time": dict(self.time),
+        }
+
+    @contextmanager
+    def timed(self, phase: str):
+        """Adds the time spent inside to a phase."""
+        start = time.perf_counter()
+        yield
+        self.time[phase] += time.perf_counter() - start
+
+
+PHASES = ("draft", "verify", "accept", "refresh")
+
+
+def generate(model, *args, **kwargs):
+    """`model.generate` of an enabled model: transformers' own, plus trees when `tree_config` is given.
+
+    Args:
+        tree_config (`TreeConfig` or `dict`, *optional*): verify draft trees. Without it this is stock `generate`.
+        assistant_model (`PreTrainedModel`, *optional*): a causal model of the same vocabulary that drafts.
+        num_assistant_tokens (`int`, *optional*): the depth, where `tree_config` has none.
+        assistant_confidence_threshold (`float`, *optional*): do not draft below this estimated path probability.
+        prefill_chunk_size (`int`, *optional*, defaults to 512): prompt tokens per prefill forward.
+        cache (`TreeCache`, *optional*): from an earlier call; pass the whole conversation in `input_ids`.
+
+    Returns:
+        `torch.LongTensor` `[B, P + new tokens]`, or a [`TreeGenerateOutput`] with `return_dict_in_generate=True`.
+
+    Raises:
+        ValueError: for whatever tree decoding cannot honour, before any compute.
+    """
+    tree_config = kwargs.pop("tree_config", None)
+    if tree_config is None:
+        return type(model).generate(model, *args, **kwargs)
+    if os.environ.get("HF_TREESPEC_DISABLE") == "1":
+        logger.warning("HF_TREESPEC_DISABLE=1: `tree_config` and `assistant_model` are dropped, decoding is stock.")
+        kwargs.pop("assistant_model", None)
+        return type(model).generate(model, *args, **kwargs)
+    if not isinstance(tree_config, TreeConfig):
+        tree_config = TreeConfig.from_dict(tree_config)
+    bound = inspect.signature(GenerationMixin.generate).bind(model, *args, **kwargs).arguments
+    arguments = {**bound, **bound.get("kwargs", {})}
+    for name in ("self", "kwargs"):
+        arguments.pop(name, None)
+    input_ids = arguments.get("input_ids", arguments.get("inputs"))
+    check_options(model, arguments)
+    check_inputs(input_ids, arguments.get("attention_mask"), model.config.vocab_size)
+    assistant_model = arguments.pop("assistant_model", None)
+    check_assistant(model, assistant_model, tree_config)
+    drafting = _Drafting(model, arguments, tree_config, assistant_model)
+    for name in ("tokenizer", "num_assistant_tokens", "assistant_confidence_threshold"):
+        arguments.pop(name, None)
+    with drafting.assistant_enabled():
+        return GenerationMixin.generate(model, **arguments, custom_generate=partial(decode, drafting=drafting))
+
+
+class _Drafting:
+    """What the loop needs to make its drafter: the resolved options of one call."""
+
+    def __init__(self, model, arguments: dict[str, Any], tree_config: TreeConfig, assistant_model) -> None:
+        configs = (arguments.get("generation_config"), model.generation_config)
+        depth = option("num_assistant_tokens", arguments, *configs)
+        if tree_config.depth is None and depth is not None:
+            tree_config = TreeConfig.from_dict({**tree_config.to_dict(), "depth": depth})
+        self.tree_config = tree_config
+        self.assistant_model = None if tree_config.budget == 1 else assistant_model
+        self.threshold = option("assistant_confidence_threshold", arguments, *configs) or 0.0
+        if not 0 <= self.threshold < 1:
+            raise ValueError(f"`assistant_confidence_threshold` is {self.threshold}; it must be at least 0, below 1.")
+        self.chunk_size = option("prefill_chunk_size", arguments, *configs)
+        if self.chunk_size is not None and (not isinstance(self.chunk_size, int) or self.chunk_size < 1):
+            raise ValueError(f"`prefill_chunk_size` is {self.chunk_size!r}; it must be a positive integer or `None`.")
+
+    @contextmanager
+    def assistant_enabled(self):
+        """A DeepSeek-V4 assistant is enabled for the call."""
+        assistant = self.assistant_model
+        foreign = assistant is not None and assistant.config.model_type == "deepseek_v4" and not is_enabled(assistant)
+        if foreign:
+            enable(assistant)
+        try:
+            yield
+        finally:
+            if foreign:
+                disable(assistant)
+
+    def generator(self, rows: int) -> TreeCandidateGenerator:
+        """The drafter of this call."""
+        if self.assistant_model is None:
+            return RootGenerator()
+        from .drafting.assistant import AssistantTreeGenerator
+
+        return AssistantTreeGenerator(self.assistant_model, self.tree_config, rows, self.threshold, self.chunk_size)
+
+
+def decode(
+    model, input_ids, logits_processor, stopping_criteria, generation_config, drafting: _Drafting, **model_kwargs
+):
+    """The decoding method passed to transformers' `generate`: greedy, all rows ragged.
+
+    Every round drafts a tree per unfinished row, verifies all nodes in one forward, accepts the longest path that the
+    model itself would have written, and commits it. Rows leave as they finish.
+    """
+    check_prepared(logits_processor, stopping_criteria)
+    batch, width = input_ids.shape
+    config = drafting.tree_config
+    tokens, lengths = left_align(input_ids, model_kwargs.get("attention_mask"))
+    cache = model_kwargs.get("cache")
+    if not isinstance(cache, TreeCache):
+        cache = TreeCache(model.config, batch, max(DEFAULT_SPARE, config.resolved_depth + 1), input_ids.device)
+    reuse_prefix(cache, tokens, lengths, config.resolved_depth + 1)
+    generator = drafting.generator(batch)
+    stats = TreeStats()
+    with stats.timed("prefill"):
+        prefill(model, cache, tokens, lengths - 1, drafting.chunk_size)
+        if generation_config.max_length > width:
+            generator.begin(tokens, lengths - 1)
+    new_tokens = _decode_rows(model, cache, tokens, lengths, generation_config, generator, config, stats, width)
+    sequences = torch.cat([input_ids, new_tokens], 1)
+    if generation_config.return_dict_in_generate:
+        return TreeGenerateOutput(sequences=sequences, cache=cache, tree_stats=stats.to_dict())
+    return sequences
+
+
+def _decode_rows(model, cache, tokens, lengths, generation_config, generator, config, stats, width) -> Tensor:
+    """The rounds; returns the new tokens of all rows, padded, `[B, longest]`."""
+    batch, device = len(tokens), tokens.device
+    limit = generation_config.max_length - width
+    end = generation_config._eos_token_tensor
+    pad = generation_config._pad_token_tensor
+    # One column more than can be written takes what rows do not emit.
+    output = torch.full((batch, limit + 1), 0 if pad is None else int(pad), device=device)
+    roots = tokens.gather(1, lengths[:, None] - 1)[:, 0]
+    live, counts = torch.arange(batch, device=device), torch.zeros(batch, dtype=torch.long, device=device)
+    longest = [0] * batch
+    while len(live):
+        rows = None if len(live) == batch else live
+        with stats.timed("draft"):
+            deepest = limit - min(longest[row] for row in live.tolist()) - 1
+            tree = generator.propose(rows, roots, min(config.resolved_depth, deepest))
+        with cache.fork(tree, rows) as fork:
+            with stats.timed("verify"):
+                predicted = model(**fork.model_inputs()).logits.argmax(-1)
+            with stats.timed("accept"):
+                path, accepted = ops.accept(tree.tokens, tree.paths, tree.valid, predicted)
+                emitted = predicted.gather(1, path.clamp(min=0))  # [B, S + 1]
+                accepted, finished = _stop(emitted, accepted, limit - counts[live], end)
+            with stats.timed("refresh"):
+                fork.refresh(path, accepted)
+        with stats.timed("accept"):
+            column = torch.arange(emitted.shape[1], device=device)
+            place = torch.where(column < accepted[:, None], counts[live][:, None] + column, limit)
+            output[live[:, None], place] = emitted
+            counts = counts.index_add(0, live, accepted)
+            roots = emitted.gather(1, accepted[:, None] - 1)[:, 0]
+            on_host, done = torch.stack([accepted, finished.long()]).tolist()
+        stats.count(on_host, tree.tokens.shape[1])
+        for row, count in zip(live.tolist(), on_host):
+            longest[row] += count
+        if all(done):
+            break
+        with stats.timed("draft"):
+            generator.update(path, accepted, predicted)
+        if any(done):
+            live, roots = live[~finished], roots[~finished]
+    return output[:, : max(longest)]
+
+
+def _stop(emitted: Tensor, accepted: Tensor, remaining: Tensor, end: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Cuts accepted lengths `[B]` behind the first end-of-sequence token and at the row's limit; who is finished."""
+    accepted = torch.minimum(accepted, remaining)
+    finished = accepted == remaining
+    if end is not None:
+        columns = torch.arange(emitted.shape[1], device=emitted.device)
+        ends = torch.isin(emitted, end.to(emitted.device)) & (columns < accepted[:, None])
+        first = torch.where(ends, columns, emitted.shape[1]).amin(1) + 1
+        finished = finished | ends.any(1)
+        accepted = torch.minimum(accepted, first)
+    return accepted, finished

@@ -1,0 +1,145 @@
+"""`enable` and `disable`: class swap of the inner modules of a live DeepSeek-V4 model."""
+
+import functools
+import inspect
+import logging
+import types
+
+import torch
+import transformers
+from packaging.version import Version
+from torch import nn
+
+from .attention import SWAPPED
+
+
+logger = logging.getLogger(__name__)
+
+MINIMUM_TRANSFORMERS = "5.24.0"
+_STOCK = {tree: stock for stock, tree in SWAPPED.items()}
+_CALLS = {
+    "DeepseekV4Attention": ("hidden_states", "position_embeddings", "position_ids", "attention_mask", "cache"),
+    "DeepseekV4HCACompressor": ("hidden_states", "q_residual", "position_ids", "cache", "layer_idx"),
+    "DeepseekV4CSACompressor": ("hidden_states", "q_residual", "position_ids", "cache", "layer_idx"),
+    "DeepseekV4Indexer": ("hidden_states", "q_residual", "position_ids", "cache", "layer_idx"),
+}
+
+
+def enable(model: nn.Module) -> nn.Module:
+    """Gives a DeepSeek-V4 model a `generate` that accepts `tree_config`. Weights are untouched, nothing else changes:
+    without `tree_config` the model computes bit for bit what it did before.
+
+    Args:
+        model: a `DeepseekV4ForCausalLM`, also wrapped in a `PeftModel` or dispatched by accelerate.
+
+    Returns:
+        The model passed in.
+
+    Raises:
+        ValueError: for another architecture, an untested transformers version, or a module whose forward was replaced
+            by something unknown.
+    """
+    from .generation import generate
+
+    inner = unwrap(model)
+    _check_model(inner)
+    _check_versions()
+    swaps = [(module, SWAPPED[type(module)]) for module in inner.modules() if type(module) in SWAPPED]
+    _swap(swaps)
+    # A partial, not a bound method: it pickles and deep-copies with the model it belongs to.
+    inner.generate = functools.partial(generate, inner)
+    for module in inner.modules():
+        if type(module) in _STOCK and _effective_forward(module) is not type(module).forward:
+            raise RuntimeError(f"{type(module).__qualname__} is swapped, but its forward is not ours.")
+    return model
+
+
+def disable(model: nn.Module) -> nn.Module:
+    """Takes back what `enable` did and returns the model."""
+    inner = unwrap(model)
+    _swap([(module, _STOCK[type(module)]) for module in inner.modules() if type(module) in _STOCK])
+    inner.__dict__.pop("generate", None)
+    return model
+
+
+def is_enabled(model: nn.Module) -> bool:
+    """Whether `enable` was called on this model."""
+    return any(type(module) in _STOCK for module in unwrap(model).modules())
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The transformers model inside a `PeftModel`; any other model is returned as it is."""
+    return model.get_base_model() if hasattr(model, "get_base_model") and hasattr(model, "peft_config") else model
+
+
+def _check_model(model: nn.Module) -> None:
+    config = getattr(model, "config", None)
+    model_type = getattr(config, "model_type", None)
+    if model_type != "deepseek_v4":
+        reason = f"`model_type` is {model_type!r}"
+        if getattr(config, "is_encoder_decoder", False):
+            reason += " (an encoder-decoder model)"
+        if model_type == "deepseek_v41":
+            reason += ", whose compression differs from DeepSeek-V4's"
+        raise ValueError(
+            f"`hf_treespec.enable` supports `DeepseekV4ForCausalLM` models ('deepseek_v4') only; {reason}."
+        )
+    if not isinstance(model, transformers.DeepseekV4ForCausalLM):
+        raise ValueError(
+            f"`hf_treespec.enable` needs a `DeepseekV4ForCausalLM`, not {type(model).__name__}: "
+            "load the checkpoint with `AutoModelForCausalLM`."
+        )
+
+
+def _check_versions() -> None:
+    if Version(transformers.__version__).release < Version(MINIMUM_TRANSFORMERS).release:
+        raise ValueError(
+            f"transformers {transformers.__version__} is too old; `pip install 'transformers>={MINIMUM_TRANSFORMERS}'`."
+        )
+    for stock in SWAPPED:
+        found = tuple(inspect.signature(stock.forward).parameters)[1:]
+        expected = _CALLS[stock.__name__]
+        if found[: len(expected)] != expected:
+            raise ValueError(
+                f"transformers {transformers.__version__} changed `{stock.__name__}.forward` to {found}; "
+                f"hf_treespec needs {expected}. Install a tested version: `pip install 'transformers==5.24.*'`."
+            )
+
+
+def _swap(swaps: list[tuple[nn.Module, type]]) -> None:
+    for module, _ in swaps:
+        _check_forward(module)
+    for module, target in swaps:
+        module.__class__ = target
+        # accelerate keeps the forward of the class it met: in `_old_forward` under a hook, in the instance after one.
+        if "_old_forward" in module.__dict__:
+            module._old_forward = types.MethodType(target.forward, module)
+        elif "forward" in module.__dict__:
+            del module.forward
+
+
+def _check_forward(module: nn.Module) -> None:
+    """Raises for a forward that someone else put into the instance."""
+    forward = module.__dict__.get("_old_forward", module.__dict__.get("forward"))
+    if forward is not None and getattr(forward, "__func__", None) not in _known_forwards(module):
+        raise ValueError(
+            f"The `forward` of a {type(module).__name__} was replaced by {forward!r}, which `hf_treespec` does not "
+            "know. Undo that patch before `enable` or `disable`."
+        )
+
+
+def _known_forwards(module: nn.Module) -> set:
+    return {cls.forward for pair in SWAPPED.items() for cls in pair if isinstance(module, pair[0])}
+
+
+def _effective_forward(module: nn.Module):
+    forward = module.__dict__.get("_old_forward", module.forward)
+    return getattr(forward, "__func__", forward)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model expects `input_ids`: the embedding's execution device under accelerate hooks."""
+    embedding = unwrap(model).get_input_embeddings()
+    hook = getattr(embedding, "_hf_hook", None)
+    execution = getattr(hook, "execution_device", None)
+    return torch.device(execution) if execution is not None else embedding.weight.device

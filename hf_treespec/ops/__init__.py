@@ -1,0 +1,12 @@
+"""The operations of a round. Each is a pure function with a torch reference; backends are chosen here."""
+
+from .accept import accept
+from .compress import compress
+from .geometry import TreeGeometry
+from .index_topk import index_topk
+from .refresh import scatter_path
+from .rotary import rotate
+from .tree_attention import tree_attention
+
+
+__all__ = ["TreeGeometry", "accept", "compress", "index_topk", "rotate", "scatter_path", "tree_attention"]

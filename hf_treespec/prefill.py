@@ -1,0 +1,42 @@
+"""Chunked prefill: a chain is a tree, so a prompt enters the cache by the same fork and refresh as a draft."""
+
+import torch
+from torch import Tensor
+
+from .tree import TokenTree
+
+
+DEFAULT_CHUNK_SIZE = 512
+
+
+def left_align(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Prompts `[B, P]` without their left padding, and their lengths `[B]`. What lies behind a prompt is repetition."""
+    batch, width = input_ids.shape
+    if attention_mask is None:
+        return input_ids, torch.full((batch,), width, device=input_ids.device)
+    lengths = attention_mask.sum(1)
+    columns = torch.arange(width, device=input_ids.device) + (width - lengths)[:, None]
+    return input_ids.gather(1, columns.clamp(max=width - 1)), lengths
+
+
+def prefill(model, cache, tokens: Tensor, lengths: Tensor, chunk_size: int | None = None) -> None:
+    """Brings every row of `cache` to `lengths` `[rows]` with `tokens` `[rows, P]`, `chunk_size` tokens per forward.
+
+    Rows may start anywhere (a reused cache) and drop out as they finish. No logits are needed: the last prompt token
+    is the first round's root.
+    """
+    chunk_size = DEFAULT_CHUNK_SIZE if chunk_size is None else chunk_size
+    starts = cache.lengths
+    remaining = (lengths - starts).tolist()
+    for offset in range(0, max(remaining), chunk_size):
+        active = [row for row, count in enumerate(remaining) if count > offset]
+        rows = None if len(active) == len(remaining) else torch.tensor(active, device=tokens.device)
+        counts = torch.tensor([min(remaining[row] - offset, chunk_size) for row in active], device=tokens.device)
+        columns = torch.arange(int(counts.max()), device=tokens.device)
+        begin = starts if rows is None else starts[rows]
+        columns = (begin[:, None] + offset + columns).clamp(max=tokens.shape[1] - 1)
+        chunk = (tokens if rows is None else tokens[rows]).gather(1, columns)
+        with cache.fork(TokenTree.chain(chunk, counts), rows) as fork:
+            model(**fork.model_inputs(), logits_to_keep=torch.zeros_like(counts)[:, None])
+            path = torch.arange(chunk.shape[1], device=tokens.device).expand_as(chunk)
+            fork.refresh(path, counts)

@@ -1,0 +1,40 @@
+"""Continuing from a `TreeCache` of an earlier call, with token ids compared row by row."""
+
+import torch
+from torch import Tensor
+
+from .cache import TreeCache
+
+
+def reuse_prefix(cache: TreeCache, tokens: Tensor, lengths: Tensor, depth: int) -> None:
+    """Shortens every row of `cache` to what it shares with the new prompt, so that prefill continues there.
+
+    A row that continues keeps everything, one that diverges within `spare` tokens of its end is rewound, any other
+    starts afresh. The last prompt token is never kept: it is the next root.
+
+    Args:
+        tokens, lengths: the whole conversation, left-aligned `[rows, P]`, and its length per row.
+        depth: tokens a round may commit; a cache with fewer spare slots is emptied and gets larger rings.
+
+    Raises:
+        ValueError: if the number of rows differs.
+        RuntimeError: if the cache is unusable.
+    """
+    if cache.rows != len(tokens):
+        raise ValueError(
+            f"`cache` holds {cache.rows} rows, but `input_ids` has {len(tokens)}; pass prompts in the same rows, or "
+            "no `cache`."
+        )
+    if not int(cache.lengths.max()):
+        if depth > cache.spare:
+            cache.reset(spare=depth)
+        return
+    width = min(cache.capacity, tokens.shape[1])
+    columns = torch.arange(width, device=tokens.device)
+    known = columns < torch.minimum(cache.lengths, lengths - 1)[:, None]
+    same = (cache.token_ids[:, :width] == tokens[:, :width]) & known
+    kept = same.long().cumprod(1).sum(1)
+    if depth > cache.spare:
+        cache.reset(spare=depth)
+        return
+    cache.rewind(torch.where(cache.can_rewind(kept), kept, 0))

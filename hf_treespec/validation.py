@@ -1,0 +1,139 @@
+"""What `generate(tree_config=...)` refuses, before any compute, by name and with the way out."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from .cache import TreeCache
+from .config import TreeConfig
+
+
+_LATER = "it is not supported together with `tree_config` yet; drop one of the two"
+_GREEDY = "tree decoding follows one greedy path per row; drop it, or drop `tree_config`"
+_OWN_CACHE = "tree decoding brings its own `TreeCache`; drop it"
+# Option -> (values that are allowed beside None, what to do about others).
+_REFUSED = {
+    "do_sample": ((False,), _LATER),
+    "num_beams": ((1,), _GREEDY),
+    "num_return_sequences": ((1,), _LATER),
+    "penalty_alpha": ((), _GREEDY),
+    "dola_layers": ((), _GREEDY),
+    "guidance_scale": ((1, 1.0), _LATER),
+    "constraints": ((), _GREEDY),
+    "force_words_ids": ((), _GREEDY),
+    "use_cache": ((True,), "tree decoding needs its cache; drop it"),
+    "cache_implementation": ((), _OWN_CACHE),
+    "prompt_lookup_num_tokens": ((), _LATER),
+    "use_mtp": ((False,), _LATER),
+    "speculation_type": ((), _LATER),
+    "assistant_early_exit": ((), _LATER),
+    "stop_strings": ((), _LATER),
+    "max_time": ((), _LATER),
+    "token_healing": ((False,), _LATER),
+    "output_scores": ((False,), _LATER),
+    "output_logits": ((False,), _LATER),
+    "output_attentions": ((False,), _LATER),
+    "output_hidden_states": ((False,), _LATER),
+    "streamer": ((), _LATER),
+    "logits_processor": (([],), _LATER),
+    "stopping_criteria": (([],), _LATER),
+    "prefix_allowed_tokens_fn": ((), _LATER),
+    "negative_prompt_ids": ((), _LATER),
+    "synced_gpus": ((False,), _LATER),
+    "custom_generate": ((), "tree decoding is a generation method of its own; drop it"),
+    "inputs_embeds": ((), "trees are drafted from token ids; pass `input_ids`"),
+    "position_ids": ((), "positions follow from `attention_mask`; drop it"),
+    "assistant_tokenizer": ((), "the assistant must share the target's vocabulary; drop it"),
+}
+
+
+def option(name: str, arguments: dict[str, Any], *configs: Any) -> Any:
+    """An option of this call: the argument, else the first generation config that sets it."""
+    if arguments.get(name) is not None:
+        return arguments[name]
+    return next((value for config in configs if (value := getattr(config, name, None)) is not None), None)
+
+
+def check_options(model, arguments: dict[str, Any]) -> None:
+    """Raises a `ValueError` for the first option of a call that tree decoding cannot honour."""
+    configs = (arguments.get("generation_config"), model.generation_config)
+    for name, (allowed, advice) in _REFUSED.items():
+        value = option(name, arguments, *configs)
+        if value is not None and not any(value is other or value == other for other in allowed):
+            expected = ", ".join(f"`{other}`" for other in (None, *allowed))
+            raise ValueError(f"`{name}` is `{value}`, but with `tree_config` it must be {expected}: {advice}.")
+    cache = arguments.get("cache")
+    if cache is not None and not isinstance(cache, TreeCache):
+        raise ValueError(
+            f"`cache` is a {type(cache).__name__}; tree decoding takes a `TreeCache` returned by an earlier call with "
+            "`tree_config` and `return_dict_in_generate=True`, or none."
+        )
+
+
+def check_inputs(input_ids: Any, attention_mask: Any, vocab_size: int) -> None:
+    """Raises a `ValueError` unless prompts are token ids `[B, P]` with left padding only and none is empty."""
+    if input_ids is None:
+        raise ValueError("`input_ids` is missing: tree decoding needs at least one prompt token per row.")
+    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
+        shape = f"of shape {list(input_ids.shape)}" if isinstance(input_ids, Tensor) else type(input_ids).__name__
+        raise ValueError(f"`input_ids` must be a tensor `[batch, tokens]`, not {shape}.")
+    if input_ids.numel() == 0:
+        raise ValueError(f"`input_ids` of shape {list(input_ids.shape)} holds an empty prompt; pass at least one token.")
+    if input_ids.is_floating_point():
+        raise ValueError(f"`input_ids` must hold token ids, not {input_ids.dtype}.")
+    if int(input_ids.min()) < 0 or int(input_ids.max()) >= vocab_size:
+        raise ValueError(f"`input_ids` must lie between 0 and {vocab_size - 1}, the model's vocabulary.")
+    if attention_mask is None:
+        return
+    if attention_mask.shape != input_ids.shape:
+        raise ValueError(f"`attention_mask` {list(attention_mask.shape)} must match `input_ids` {list(input_ids.shape)}.")
+    mask = attention_mask.bool()
+    empty = (~mask.any(1)).nonzero()[:, 0].tolist()
+    if empty:
+        raise ValueError(f"Rows {empty} of `attention_mask` are all padding; every row needs at least one token.")
+    if (mask[:, :-1] & ~mask[:, 1:]).any():
+        raise ValueError(
+            "`attention_mask` has zeros behind a real token; prompts must be left-padded: set "
+            "`tokenizer.padding_side = 'left'`."
+        )
+
+
+def check_prepared(logits_processor, stopping_criteria) -> None:
+    """Raises for processors and criteria that transformers made from the generation config."""
+    if logits_processor:
+        names = [type(processor).__name__ for processor in logits_processor]
+        raise ValueError(f"Logits processors {names} are not supported together with `tree_config` yet; unset them.")
+    unknown = [
+        type(criterion).__name__
+        for criterion in stopping_criteria
+        if not isinstance(criterion, (MaxLengthCriteria, EosTokenCriteria))
+    ]
+    if unknown:
+        raise ValueError(f"Stopping criteria {unknown} are not supported together with `tree_config` yet; unset them.")
+
+
+def check_assistant(model, assistant_model, tree_config: TreeConfig) -> None:
+    """Raises unless the drafter that the config needs is there and fits the target."""
+    if tree_config.budget == 1:
+        return
+    if assistant_model is None:
+        raise ValueError(
+            f"`tree_config` has `budget={tree_config.budget}`, but there is nothing to draft with. Pass "
+            "`assistant_model=`, or set `budget=1` for plain decoding."
+        )
+    config = getattr(assistant_model, "config", None)
+    if config is None or not hasattr(assistant_model, "generate"):
+        raise ValueError(f"`assistant_model` must be a causal language model, not {type(assistant_model).__name__}.")
+    if config.is_encoder_decoder:
+        raise ValueError(f"`assistant_model` ({type(assistant_model).__name__}) is an encoder-decoder model.")
+    sizes = (config.get_text_config().vocab_size, model.config.get_text_config().vocab_size)
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"`assistant_model` has a vocabulary of {sizes[0]} tokens, the target one of {sizes[1]}; tree decoding "
+            "needs the same vocabulary. Use another assistant, or `budget=1`."
+        )
+    embedding = assistant_model.get_input_embeddings()
+    if embedding is None or embedding.weight.device == torch.device("meta") and not hasattr(embedding, "_hf_hook"):
+        raise ValueError("`assistant_model` has no weights (meta device); load it before drafting with it.")
