@@ -1,18 +1,16 @@
 """Train the tiny DeepSeek-V4 pair that `hf_treespec` ships: a target with every V4 mechanism and a one-layer draft.
 
-`DATA` is a folder of `*.txt` files named as in `MIX`: documents end with DeepSeek's end-of-sentence marker, chat documents
-read `<｜User｜>...<｜Assistant｜>...`. Every command is seeded; `target` and `draft` resume when run again. On two CPU
-cores, in order (75, 5 and 20 minutes):
+DATA holds `*.txt` files named as in `MIX`: documents that end with DeepSeek's end-of-sentence marker, chats written as
+`<｜User｜>...<｜Assistant｜>...`. All is seeded; `target` and `draft` resume when run again. On two CPU cores, in order:
 
     python train_tiny.py tokenizer --data DATA --out RUN/tokenizer
     python train_tiny.py target --data DATA --out RUN/target --tokenizer RUN/tokenizer --tokens 10500000
     python train_tiny.py answers --data DATA --out RUN/answers.json --target RUN/target/latest --minutes 5
     python train_tiny.py draft --data DATA --out RUN/draft --target RUN/target/latest --answers RUN/answers.json \\
-        --tokens 6000000 --save-at 2 5 12 30 60 100
-    python train_tiny.py report --model RUN/target/latest --prompts gsm8k.jsonl mbpp.jsonl mt_bench.jsonl
+        --tokens 6000000
+    python train_tiny.py report --model RUN/target/latest gsm8k.jsonl mbpp.jsonl mt_bench.jsonl
 """
 
-import argparse
 import json
 import math
 import os
@@ -21,20 +19,20 @@ import re
 import shutil
 import time
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
+import typer
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import AttentionInterface, DeepseekV4Config, DeepseekV4ForCausalLM, PreTrainedTokenizerFast
 from transformers.integrations.moe import ExpertsInterface
 
 
-BOS, EOS, PAD, USER, ASSISTANT = (
-    "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <｜▁pad▁｜> <｜User｜> <｜Assistant｜>".split()
-)
+BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"
+USER, ASSISTANT, PAD_ID = "<｜User｜>", "<｜Assistant｜>", 2
 SPECIAL_TOKENS = [BOS, EOS, PAD, USER, ASSISTANT, "<think>", "</think>"]
-PAD_ID = SPECIAL_TOKENS.index(PAD)
 # The real checkpoints ship no chat template but a Python encoder; this is its plainest form, one turn after another.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}<｜User｜>{{ message['content'] }}"
@@ -45,22 +43,24 @@ CHAT_TEMPLATE = (
 MIX = {"math_gsm8k_train_chat": 0.44, "code_mbpp_train": 0.15, "math_synthetic": 0.06, "code_python_stdlib": 0.12}
 MIX |= {"docs_python": 0.05, "prose_standardebooks": 0.05, "instructions": 0.09, "echo": 0.04, "answers": 0.6}
 BATCH_TOKENS, LENGTH, PEAK_LR, WARMUP, SAVE_EVERY = 4096, 512, 4e-3, 100, 250
+KEEP_AT = (2, 5, 12, 30, 60, 100)  # per cent of the training at which to keep a copy
 
 # fmt: off
-TARGET = dict(
-    hidden_size=256, moe_intermediate_size=112, num_hidden_layers=8, num_attention_heads=8, head_dim=64,
-    partial_rotary_factor=0.5, q_lora_rank=96, o_groups=2, o_lora_rank=64, n_routed_experts=4, num_experts_per_tok=2,
-    layer_types=["sliding_attention"] * 2 + ["compressed_sparse_attention", "heavily_compressed_attention"] * 3,
-    mlp_layer_types=["hash_moe"] * 2 + ["moe"] * 6, sliding_window=64,
-    compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 32},
-    index_n_heads=8, index_head_dim=32, index_topk=64,  # at 1,000 tokens: 64 entries of 250
-    hc_mult=2, hc_sinkhorn_iters=6, rope_theta=10000.0, compress_rope_theta=40000.0, max_position_embeddings=4096,
-    num_nextn_predict_layers=0, initializer_range=0.04, bos_token_id=0, eos_token_id=1, pad_token_id=PAD_ID,
-)
-DRAFT = TARGET | dict(  # on a CPU a draft step costs its operators, not its products: few, but wide
-    hidden_size=192, moe_intermediate_size=256, num_hidden_layers=1, n_routed_experts=1, num_experts_per_tok=1,
-    layer_types=["sliding_attention"], mlp_layer_types=["moe"], sliding_window=128, hc_mult=1, hc_sinkhorn_iters=1,
-)
+TARGET = {
+    "hidden_size": 256, "moe_intermediate_size": 112, "num_hidden_layers": 8, "num_attention_heads": 8, "head_dim": 64,
+    "layer_types": ["sliding_attention"] * 2 + ["compressed_sparse_attention", "heavily_compressed_attention"] * 3,
+    "mlp_layer_types": ["hash_moe"] * 2 + ["moe"] * 6, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 32}, "sliding_window": 64,
+    "index_n_heads": 8, "index_head_dim": 32, "index_topk": 64,  # at 1,000 tokens, 64 of 250 entries
+    "partial_rotary_factor": 0.5, "q_lora_rank": 96, "o_groups": 2, "o_lora_rank": 64, "hc_mult": 2,
+    "hc_sinkhorn_iters": 6, "rope_theta": 10000.0, "compress_rope_theta": 40000.0, "max_position_embeddings": 4096,
+    "initializer_range": 0.04, "num_nextn_predict_layers": 0, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+}
+DRAFT = TARGET | {  # on a CPU a draft step costs its operators, not its products: few, but wide
+    "hidden_size": 192, "moe_intermediate_size": 256, "num_hidden_layers": 1, "sliding_window": 128, "hc_mult": 1,
+    "layer_types": ["sliding_attention"], "mlp_layer_types": ["moe"], "n_routed_experts": 1, "num_experts_per_tok": 1,
+    "hc_sinkhorn_iters": 1,
+}
 # fmt: on
 
 
@@ -103,6 +103,11 @@ def generated_documents(train: dict[str, list[str]], seed: int) -> dict[str, lis
     return {"echo": echo, "instructions": instructions}
 
 
+def documents(data: Path, seed: int) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    train, heldout = read_documents(data)
+    return train | generated_documents(train, seed), heldout
+
+
 def encode(tokenizer, documents: dict[str, list[str]]) -> dict[str, list[list[int]]]:
     """BOS + document + EOS, documents longer than a row cut into rows."""
     encoded = {}
@@ -137,17 +142,6 @@ class Packer:
                 return row + [PAD_ID] * (self.length + 1 - len(row))
             row += self.waiting.pop(fit)
             self.waiting.insert(self.rng.randrange(len(self.waiting) + 1), self.draw())
-
-
-def load_data(args, tokenizer) -> tuple[dict[str, list[list[int]]], dict[str, torch.Tensor]]:
-    """Encoded training documents, and per source one held-out batch: a document a row, as a chat prompt sees it."""
-    train, heldout = read_documents(args.data)
-    train |= generated_documents(train, args.seed)
-    if getattr(args, "answers", None):
-        train["answers"] = json.loads(args.answers.read_text(encoding="utf-8"))
-    batches = {source: rows[:16] for source, rows in encode(tokenizer, heldout).items()}
-    batches = {s: torch.tensor([d + [PAD_ID] * (LENGTH + 1 - len(d)) for d in rows]) for s, rows in batches.items()}
-    return encode(tokenizer, train), batches
 
 
 def windowed_attention(module, query, key, value, attention_mask, scaling, **kwargs):
@@ -259,30 +253,22 @@ def divergence(logits: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor
     return ((log_p.exp() * (log_p - log_q)).sum(-1) * (labels != PAD_ID)).sum() / (labels != PAD_ID).sum()
 
 
-def agreement(logits: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Share of positions at which the draft's best token is the target's: what greedy acceptance follows."""
-    return (logits.argmax(-1) == teacher.argmax(-1))[labels != PAD_ID].float().mean()
-
-
-@torch.no_grad()
-@torch.compiler.set_stance("force_eager")
-def evaluate(model, heldout: dict[str, torch.Tensor], metric) -> dict[str, float]:
-    return {source: metric(model, ids[:, :-1], ids[:, 1:]).item() for source, ids in heldout.items()}
-
-
-def fit(model, tokenizer, args, encoded, heldout, loss_function, metric):
+def fit(model, tokenizer, data, out: Path, tokens: int, seed: int, loss_function):
     """AdamW and Muon, cosine schedule; resumes from `<out>/state.pt` and exports to `<out>/latest` as it goes."""
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out.parent / "train.pid").write_text(f"{os.getpid()}\n")
-    small = re.compile("embed_tokens|lm_head|position_bias|hc")
-    is_matrix = {n: p.ndim > 1 and min(p.shape[-2:]) > 8 and not small.search(n) for n, p in model.named_parameters()}
-    matrices = [p for n, p in model.named_parameters() if is_matrix[n]]
-    others = [p for n, p in model.named_parameters() if not is_matrix[n]]
-    adamw = torch.optim.AdamW(others, lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
-    optimizers = [adamw, Muon(matrices, {"lr": PEAK_LR})]
+    out.mkdir(parents=True, exist_ok=True)
+    (out.parent / "train.pid").write_text(f"{os.getpid()}\n")
+    train, heldout = (encode(tokenizer, documents) for documents in data)
+    for source, rows in heldout.items():  # a document a row, as the model sees a chat prompt
+        heldout[source] = torch.tensor([d + [PAD_ID] * (LENGTH + 1 - len(d)) for d in rows[:16]])
+    parameters = {True: [], False: []}
+    for name, p in model.named_parameters():
+        is_matrix = p.ndim > 1 and min(p.shape[-2:]) > 8
+        parameters[is_matrix and not re.search("embed_tokens|lm_head|position_bias|hc", name)].append(p)
+    adamw = torch.optim.AdamW(parameters[False], lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
+    optimizers = [adamw, Muon(parameters[True], {"lr": PEAK_LR})]
     routers = [layer.mlp for layer in model.model.layers if not layer.mlp.is_hash]
 
-    state_file, start = args.out / "state.pt", 0
+    state_file, start = out / "state.pt", 0
     if state_file.exists():
         state = torch.load(state_file)
         start = state["step"]
@@ -291,18 +277,17 @@ def fit(model, tokenizer, args, encoded, heldout, loss_function, metric):
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
 
-    steps = args.tokens // BATCH_TOKENS
-    exports = {round(steps * float(percent) / 100): f"at-{percent}" for percent in args.save_at}
+    steps = tokens // BATCH_TOKENS
+    exports = {round(steps * percent / 100): f"at-{percent:03}" for percent in KEEP_AT}
     # one batch in four has rows twice as long, for the layers whose entries only count at a distance
-    packers = [Packer(encoded, length, args.seed + i) for i, length in enumerate((LENGTH, 2 * LENGTH))]
+    packers = [Packer(train, length, seed + i) for i, length in enumerate((LENGTH, 2 * LENGTH))]
     progress = tqdm(range(1, steps + 1), mininterval=10)
     for step in progress:
         packer = packers[step % 4 == 0]
         ids = torch.tensor([packer.row() for _ in range(BATCH_TOKENS // packer.length)])
         if step <= start:  # only replays the order of the data
             continue
-        lr = PEAK_LR * min(step / WARMUP, 0.505 + 0.5 * math.cos(math.pi * (step - 1) / steps))
-        began = time.time()
+        began, lr = time.time(), PEAK_LR * min(step / WARMUP, 0.505 + 0.5 * math.cos(math.pi * (step - 1) / steps))
         with torch.autocast("cpu", torch.bfloat16):
             loss = loss_function(model, ids[:, :-1], ids[:, 1:])
         (loss + sum(getattr(layer.self_attn, "indexer_loss", 0.0) for layer in model.model.layers)).backward()
@@ -318,14 +303,18 @@ def fit(model, tokenizer, args, encoded, heldout, loss_function, metric):
         record = {"step": step, "loss": loss.item(), "seconds": time.time() - began}
         progress.set_postfix(loss=f"{record['loss']:.3f}", refresh=False)
         if step % SAVE_EVERY == 0 or step == steps:
-            record |= {"heldout": evaluate(model, heldout, metric), "load": [m.experts.load.tolist() for m in routers]}
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+                record["heldout"] = {
+                    s: loss_function(model, ids[:, :-1], ids[:, 1:]).item() for s, ids in heldout.items()
+                }
+            record["load"] = [mlp.experts.load.tolist() for mlp in routers]
             state = {"step": step, "model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
             torch.save(state | {"rng": torch.get_rng_state()}, state_file.with_suffix(".tmp"))
             state_file.with_suffix(".tmp").rename(state_file)
-            export(model, tokenizer, args.out / "latest")
+            export(model, tokenizer, out / "latest")
         if step in exports:
-            export(model, tokenizer, args.out / exports[step])
-        with open(args.out / "log.jsonl", "a") as log:
+            export(model, tokenizer, out / exports[step])
+        with open(out / "log.jsonl", "a") as log:
             log.write(json.dumps(record) + "\n")
 
 
@@ -349,7 +338,21 @@ def load(folder: Path) -> tuple[DeepseekV4ForCausalLM, PreTrainedTokenizerFast]:
     return DeepseekV4ForCausalLM.from_pretrained(folder).eval(), PreTrainedTokenizerFast.from_pretrained(folder)
 
 
-def train_tokenizer(args):
+def greedy(model, tokenizer, prompts: list[str], new_tokens: int) -> list[list[int]]:
+    """Greedy answers to prompts of one length in tokens: the compressors of V4 read padding, so there may be none."""
+    ids = tokenizer(prompts, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    return model.generate(ids, max_new_tokens=new_tokens, do_sample=False)[:, ids.shape[1] :].tolist()
+
+
+app = typer.Typer(help=__doc__, rich_markup_mode=None, add_completion=False)
+Data = Annotated[Path, typer.Option(help="folder of *.txt training files")]
+Out = Annotated[Path, typer.Option(help="what to write: a folder, or the file of `answers`")]
+Folder = Annotated[Path, typer.Option(help="a folder written by an earlier command")]
+Tokens = Annotated[int, typer.Option(help="tokens to train on")]
+
+
+@app.command()
+def tokenizer(data: Data, out: Out):
     """Byte-level BPE with single digits, DeepSeek's markers and a chat template."""
     bpe = Tokenizer(models.BPE())
     words = Regex(r"\p{N}|'(?:s|t|re|ve|m|ll|d)| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
@@ -357,113 +360,81 @@ def train_tokenizer(args):
     bpe.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(words, behavior="isolated"), byte_level])
     bpe.decoder = decoders.ByteLevel()
     markers = re.compile("|".join(map(re.escape, SPECIAL_TOKENS)))
-    texts = (part for texts in read_documents(args.data)[0].values() for t in texts for part in markers.split(t))
-    options = {"special_tokens": list(SPECIAL_TOKENS), "initial_alphabet": byte_level.alphabet()}
+    texts = (part for texts in read_documents(data)[0].values() for t in texts for part in markers.split(t))
+    options = {"special_tokens": SPECIAL_TOKENS, "initial_alphabet": byte_level.alphabet()}
     bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=4096, **options))
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, bos_token=BOS, eos_token=EOS, pad_token=PAD, extra_special_tokens=[USER, ASSISTANT],
-        padding_side="left", model_max_length=4096, clean_up_tokenization_spaces=False, chat_template=CHAT_TEMPLATE,
-    )  # fmt: skip
-    tokenizer.save_pretrained(args.out)
+    markers = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD, "extra_special_tokens": [USER, ASSISTANT]}
+    options = {"padding_side": "left", "model_max_length": 4096, "clean_up_tokenization_spaces": False}
+    PreTrainedTokenizerFast(tokenizer_object=bpe, chat_template=CHAT_TEMPLATE, **markers, **options).save_pretrained(
+        out
+    )
 
 
-def train_target(args):
+@app.command()
+def target(data: Data, out: Out, tokenizer: Folder, tokens: Tokens, seed: int = 0):
     """Next-token prediction."""
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(args.tokenizer)
-    model = prepare(build(DeepseekV4Config(vocab_size=len(tokenizer), **TARGET), args.seed))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer)
+    model = prepare(build(DeepseekV4Config(vocab_size=len(tokenizer), **TARGET), seed))
 
     def loss(model, ids, labels):
         return cross_entropy(logits_of(model, ids), labels)
 
-    fit(model, tokenizer, args, *load_data(args, tokenizer), loss, metric=loss)
+    fit(model, tokenizer, documents(data, seed), out, tokens, seed, loss)
 
 
-def train_draft(args):
-    """Distillation from the target's distributions, over the same text and over its own greedy answers."""
-    teacher, tokenizer = load(args.target)
-    config = DeepseekV4Config(vocab_size=len(tokenizer), **DRAFT)
-    model, teacher = prepare(build(config, args.seed)), prepare(teacher.requires_grad_(False))
-
-    def distilled(measure):
-        return lambda model, ids, labels: measure(logits_of(model, ids), logits_of(teacher, ids), labels)
-
-    fit(model, tokenizer, args, *load_data(args, tokenizer), distilled(divergence), metric=distilled(agreement))
-
-
-def greedy(model, tokenizer, prompts: list[str], new_tokens: int) -> list[list[int]]:
-    """Greedy answers to prompts of one length in tokens: the compressors of V4 read padding, so there may be none."""
-    ids = tokenizer(prompts, add_special_tokens=False, return_tensors="pt")["input_ids"]
-    return model.generate(ids, max_new_tokens=new_tokens, do_sample=False)[:, ids.shape[1] :].tolist()
-
-
-def train_answers(args):
+@app.command()
+def answers(data: Data, out: Out, target: Folder, minutes: float = 5.0, seed: int = 0):
     """The target's own greedy answers to training prompts, for the draft to learn from."""
-    (model, tokenizer), (train, _) = load(args.target), read_documents(args.data)
-    train |= generated_documents(train, args.seed)
-    by_length, answers, deadline = {}, [], time.time() + 60 * args.minutes
+    (model, tokenizer), (train, _) = load(target), documents(data, seed)
+    by_length, texts, deadline = {}, [], time.time() + 60 * minutes
     for source in ("math_gsm8k_train_chat", "code_mbpp_train", "instructions"):
         for prompt in sorted({BOS + document.split(ASSISTANT)[0] + ASSISTANT for document in train[source]}):
             by_length.setdefault((source, len(tokenizer.encode(prompt))), []).append(prompt)
     groups = [prompts[:48] for prompts in by_length.values() if len(prompts) >= 4]
-    for prompts in tqdm(random.Random(args.seed).sample(groups, len(groups))):
-        texts = tokenizer.batch_decode(greedy(model, tokenizer, prompts, new_tokens=160))
-        answers += [(prompt + text).removeprefix(BOS).split(EOS)[0] for prompt, text in zip(prompts, texts)]
+    for prompts in tqdm(random.Random(seed).sample(groups, len(groups))):
+        answered = tokenizer.batch_decode(greedy(model, tokenizer, prompts, new_tokens=160))
+        texts += [(prompt + a).removeprefix(BOS).split(EOS)[0] for prompt, a in zip(prompts, answered, strict=True)]
         if time.time() > deadline:
             break
-    args.out.write_text(json.dumps(answers, ensure_ascii=False, indent=0), encoding="utf-8")
+    out.write_text(json.dumps(texts, ensure_ascii=False, indent=0), encoding="utf-8")
 
 
-def repeated_share(ids: list[int], n: int = 8) -> float:
-    """Share of the tokens that lie inside an n-gram already produced."""
-    seen, inside = set(), set()
-    for i in range(len(ids) - n + 1):
-        inside |= set(range(i, i + n)) if (gram := tuple(ids[i : i + n])) in seen else set()
-        seen.add(gram)
-    return len(inside) / max(1, len(ids))
+@app.command()
+def draft(data: Data, out: Out, target: Folder, tokens: Tokens, answers: Folder | None = None, seed: int = 0):
+    """Distillation of the target's distributions, over the training text and its own answers."""
+    teacher, tokenizer = load(target)
+    model = prepare(build(DeepseekV4Config(vocab_size=len(tokenizer), **DRAFT), seed))
+    prepare(teacher.requires_grad_(False))
+    train, heldout = documents(data, seed)
+    if answers:
+        train["answers"] = json.loads(answers.read_text(encoding="utf-8"))
+
+    def loss(model, ids, labels):
+        return divergence(logits_of(model, ids), logits_of(teacher, ids), labels)
+
+    fit(model, tokenizer, (train, heldout), out, tokens, seed, loss)
 
 
-def report(args):
-    """Greedy answers to the prompts (JSON lines with `turns`), and the share of their tokens that loop."""
-    model, tokenizer = load(args.model)
-    for file in args.prompts:
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line][: args.number]
-        loops = tokens = 0
+@app.command()
+def report(model: Folder, prompts: list[Path], number: int = 20, new_tokens: int = 128):
+    """Greedy answers to the prompts (JSON lines with `turns`), and the share of tokens inside a repeated 8-gram."""
+    model, tokenizer = load(model)
+    for file in prompts:
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line][:number]
+        repeated = total = 0
         for i, row in enumerate(tqdm(rows, desc=file.stem)):
             chat = [{"role": "user", "content": row["turns"][0]}]
             prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-            (answer,) = greedy(model, tokenizer, [prompt], new_tokens=128)
-            loops, tokens = loops + repeated_share(answer) * len(answer), tokens + len(answer)
+            (answer,) = greedy(model, tokenizer, [prompt], new_tokens)
+            seen, inside = set(), set()
+            for start in range(len(answer) - 7):
+                inside |= set(range(start, start + 8)) if (gram := tuple(answer[start : start + 8])) in seen else set()
+                seen.add(gram)
+            repeated, total = repeated + len(inside), total + len(answer)
             if i < 2:
                 print(prompt + tokenizer.decode(answer), "-" * 80, sep="\n")
-        print(f"{file.stem}: {tokens} new tokens, {loops / tokens:.1%} of them inside a repeated 8-gram")
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True)
-    functions = {"tokenizer": train_tokenizer, "target": train_target, "answers": train_answers, "draft": train_draft}
-    for name, function in (functions | {"report": report}).items():
-        sub = commands.add_parser(name, help=function.__doc__)
-        sub.set_defaults(run=function)
-        if function is report:
-            sub.add_argument("--model", type=Path, required=True)
-            sub.add_argument("--prompts", type=Path, nargs="+", required=True)
-            sub.add_argument("--number", type=int, default=20)
-            continue
-        sub.add_argument("--data", type=Path, required=True)
-        sub.add_argument("--out", type=Path, required=True)
-        sub.add_argument("--seed", type=int, default=0)
-        if function in (train_answers, train_draft):
-            sub.add_argument("--target", type=Path, required=True)
-        if function in (train_target, train_draft):
-            sub.add_argument("--tokens", type=int, required=True)
-            sub.add_argument("--save-at", nargs="*", default=[], help="percentages of the training to keep a copy at")
-    commands.choices["target"].add_argument("--tokenizer", type=Path, required=True)
-    commands.choices["answers"].add_argument("--minutes", type=float, default=5)
-    commands.choices["draft"].add_argument("--answers", type=Path)
-    args = parser.parse_args()
-    args.run(args)
+        print(f"{file.stem}: {total} new tokens, {repeated / total:.1%} of them inside a repeated 8-gram")
 
 
 if __name__ == "__main__":
-    main()
+    app()

@@ -49,20 +49,20 @@ def _close_entries(module, name: str, hidden_states: Tensor, cache: TreeCache, l
     """Projects the query nodes and pools the entries they close; returns all own-path entries `[B, J, d]`."""
     fork = cache.open_fork
     geometry = fork.geometry(hidden_states.device)
-    kv, gate = module.kv_proj(hidden_states), module.gate_proj(hidden_states)
-    state, projections = cache.stream(layer_idx, name, kv, gate, module.head_dim)
+    projections = torch.cat([module.kv_proj(hidden_states), module.gate_proj(hidden_states)], -1)
+    state, projections = cache.stream(layer_idx, name, projections, module.head_dim)
     closers = geometry.new_closers(state.ratio)
     if closers.shape[1] == 0:
-        return fork.append(layer_idx, name + ".entries", kv.new_zeros(len(kv), 0, module.head_dim))
+        return fork.append(layer_idx, name + ".entries", projections.new_zeros(len(closers), 0, module.head_dim))
 
     def rope() -> tuple[Tensor, Tensor]:
         first = geometry.positions.gather(1, closers.clamp(min=0)) // state.ratio * state.ratio
-        return module.rotary_emb(kv, position_ids=first, layer_type=module.rope_layer_type)
+        return module.rotary_emb(hidden_states, position_ids=first, layer_type=module.rope_layer_type)
 
     with align_module_device(module.kv_norm):
         norm = (module.kv_norm.weight, module.kv_norm.variance_epsilon)
         entries = ops.compress(
-            (state.kv, state.gate),
+            state.ring,
             projections,
             module.position_bias,
             norm,

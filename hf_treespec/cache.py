@@ -20,21 +20,19 @@ CSA = "compressed_sparse_attention"
 class CompressorState:
     """State of one compressor stream: a ring of raw projections and the compressed entries.
 
-    `kv`, `gate`: `[rows, span + spare, C]`, slot = position % (span + spare). `entries`: `[rows, capacity, d]`,
-    index = position // ratio.
+    `ring`: `[rows, span + spare, 2 C]`, kv and gate side by side, slot = position % (span + spare). `entries`:
+    `[rows, capacity // ratio, d]`, index = position // ratio.
     """
 
     def __init__(self, ratio: int, span: int) -> None:
         self.ratio = ratio
         self.span = span
-        self.kv: Tensor | None = None
-        self.gate: Tensor | None = None
+        self.ring: Tensor | None = None
         self.entries: Tensor | None = None
 
-    def allocate(self, rows: int, spare: int, capacity: int, projection: Tensor, entry_dim: int) -> None:
-        shape = (rows, self.span + spare, projection.shape[-1])
-        self.kv, self.gate = projection.new_zeros(shape), projection.new_zeros(shape)
-        self.entries = projection.new_zeros(rows, max(1, capacity // self.ratio), entry_dim)
+    def allocate(self, rows: int, spare: int, capacity: int, projections: Tensor, entry_dim: int) -> None:
+        self.ring = projections.new_zeros(rows, self.span + spare, projections.shape[-1])
+        self.entries = projections.new_zeros(rows, max(1, capacity // self.ratio), entry_dim)
 
     def grow(self, capacity: int) -> None:
         if self.entries is not None:
@@ -69,7 +67,7 @@ class TreeCacheLayer(CacheLayerMixin):
         if self.window is not None:
             yield self, "window", self.window
         for stream in self.streams.values():
-            for name in ("kv", "gate", "entries"):
+            for name in ("ring", "entries"):
                 if getattr(stream, name) is not None:
                     yield stream, name, getattr(stream, name)
 
@@ -113,13 +111,12 @@ class TreeCache(ForkableCache):
             layer.allocate_window(self.rows, self.spare, node_kv)
         return layer.window, self.open_fork.append(layer_idx, "window", node_kv)
 
-    def stream(self, layer_idx: int, name: str, kv: Tensor, gate: Tensor, entry_dim: int):
+    def stream(self, layer_idx: int, name: str, projections: Tensor, entry_dim: int):
         """A compressor stream's committed state, and all nodes' projections, given those of the query nodes."""
         state = self.layers[layer_idx].streams[name]
-        if state.kv is None:
-            state.allocate(self.rows, self.spare, self.capacity, kv, entry_dim)
-        fork = self.open_fork
-        return state, (fork.append(layer_idx, f"{name}.kv", kv), fork.append(layer_idx, f"{name}.gate", gate))
+        if state.ring is None:
+            state.allocate(self.rows, self.spare, self.capacity, projections, entry_dim)
+        return state, self.open_fork.append(layer_idx, name, projections)
 
     def commit(self, fork: Fork, plan: CommitPlan) -> None:
         for layer_idx, layer in enumerate(self.layers):
@@ -129,9 +126,8 @@ class TreeCache(ForkableCache):
             target, source = plan.ring(layer.window.shape[1], device)
             ops.scatter_path(layer.window, fork.scratch(layer_idx, "window"), target, source)
             for name, state in layer.streams.items():
-                target, source = plan.ring(state.kv.shape[1], device)
-                ops.scatter_path(state.kv, fork.scratch(layer_idx, f"{name}.kv"), target, source)
-                ops.scatter_path(state.gate, fork.scratch(layer_idx, f"{name}.gate"), target, source)
+                target, source = plan.ring(state.ring.shape[1], device)
+                ops.scatter_path(state.ring, fork.scratch(layer_idx, name), target, source)
                 target, source = plan.entries(state.ratio, device)
                 if len(source[0]):
                     ops.scatter_path(state.entries, fork.scratch(layer_idx, f"{name}.entries"), target, source)

@@ -45,8 +45,8 @@ class TreeStats:
     accepted_lengths: dict[int, int] = field(default_factory=dict)
     time: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("prefill", *PHASES), 0.0))
 
-    def count(self, lengths: list[int], nodes: int) -> None:
-        """Adds a round: tokens emitted by each row, nodes verified in each."""
+    def count(self, rows: list[int], lengths: list[int], nodes: int) -> None:
+        """Adds a round: tokens emitted by each of the physical `rows`, nodes verified in each."""
         self.rounds += len(lengths)
         self.nodes += nodes * len(lengths)
         self.emitted_tokens += sum(lengths)
@@ -178,29 +178,46 @@ def decode(
         prefill(model, cache, tokens, lengths - 1, drafting.chunk_size)
         if generation_config.max_length > width:
             generator.begin(tokens, lengths - 1)
-    new_tokens = _decode_rows(model, cache, tokens, lengths, generation_config, generator, config, stats, width)
+    end, pad = generation_config._eos_token_tensor, generation_config._pad_token_tensor
+    limit = generation_config.max_length - width
+    new_tokens = decode_rows(model, cache, tokens, lengths, generator, config.resolved_depth, limit, end, pad, stats)
     sequences = torch.cat([input_ids, new_tokens], 1)
     if generation_config.return_dict_in_generate:
         return TreeGenerateOutput(sequences=sequences, cache=cache, tree_stats=stats.to_dict())
     return sequences
 
 
-def _decode_rows(model, cache, tokens, lengths, generation_config, generator, config, stats, width) -> Tensor:
-    """The rounds; returns the new tokens of all rows, padded, `[B, longest]`."""
+def decode_rows(
+    model,
+    cache: TreeCache,
+    tokens: Tensor,
+    lengths: Tensor,
+    generator: TreeCandidateGenerator,
+    depth: int,
+    limit: int,
+    end: Tensor | None,
+    pad: Tensor | None,
+    stats: TreeStats,
+) -> Tensor:
+    """The rounds, until every row has `limit` new tokens or met one of `end`.
+
+    Args:
+        tokens, lengths: prompts `[B, P]`, left-aligned, and their lengths; all but the last token is in the cache.
+
+    Returns:
+        The new tokens of all rows, padded with `pad`, `[B, longest]`.
+    """
     batch, device = len(tokens), tokens.device
-    limit = generation_config.max_length - width
-    end = generation_config._eos_token_tensor
-    pad = generation_config._pad_token_tensor
     # One column more than can be written takes what rows do not emit.
     output = torch.full((batch, limit + 1), 0 if pad is None else int(pad), device=device)
     roots = tokens.gather(1, lengths[:, None] - 1)[:, 0]
     live, counts = torch.arange(batch, device=device), torch.zeros(batch, dtype=torch.long, device=device)
     longest = [0] * batch
     while len(live):
-        rows = None if len(live) == batch else live
+        rows, live_rows = (None if len(live) == batch else live), live.tolist()
         with stats.timed("draft"):
-            deepest = limit - min(longest[row] for row in live.tolist()) - 1
-            tree = generator.propose(rows, roots, min(config.resolved_depth, deepest))
+            deepest = limit - min(longest[row] for row in live_rows) - 1
+            tree = generator.propose(rows, roots, min(depth, deepest))
         with cache.fork(tree, rows) as fork:
             with stats.timed("verify"):
                 predicted = model(**fork.model_inputs()).logits.argmax(-1)
@@ -217,8 +234,8 @@ def _decode_rows(model, cache, tokens, lengths, generation_config, generator, co
             counts = counts.index_add(0, live, accepted)
             roots = emitted.gather(1, accepted[:, None] - 1)[:, 0]
             on_host, done = torch.stack([accepted, finished.long()]).tolist()
-        stats.count(on_host, tree.tokens.shape[1])
-        for row, count in zip(live.tolist(), on_host):
+        stats.count(live_rows, on_host, tree.tokens.shape[1])
+        for row, count in zip(live_rows, on_host):
             longest[row] += count
         if all(done):
             break

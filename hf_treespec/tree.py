@@ -102,7 +102,8 @@ class TokenTree:
             return (ancestors[:, None] <= nodes[:, None]) & (ancestors[:, None] >= 0)
         known = ancestors.clamp(min=0)
         depths = self.depths.gather(1, known)[:, None].expand(-1, stop - start, -1)
-        return self._paths[:, start:stop].gather(2, depths) == ancestors[:, None]
+        on_path = self._paths[:, start:stop].gather(2, depths) == ancestors[:, None]
+        return on_path & (ancestors >= 0)[:, None]
 
     def grow(self, tokens: Tensor, parents: Tensor, valid: Tensor) -> "TokenTree":
         """This tree with one more level: `tokens`, `parents` (node numbers) and `valid` are `[B, M]`."""

@@ -1,10 +1,24 @@
-"""The oracle: stock transformers on one path, no cache, with the indexer's top-k replaced by a stable one."""
+"""The oracle: stock transformers on one path, no cache, with the indexer's top-k replaced by a stable one.
 
+Also what the tests share around it: random models and trees, rounds on a cache, comparison of logits, texts and states.
+"""
+
+import warnings
 from contextlib import contextmanager
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+
+from hf_treespec import TokenTree, TreeCache
+from hf_treespec.prefill import prefill
+
+
+# Largest difference allowed, in units of the largest logit of the row (or of the largest value of a state tensor).
+TOLERANCE = 3e-6
+# Two runs may differ by more only where a discrete choice was closer than this.
+MARGIN = 1e-6
 
 
 def tiny_config(**overrides) -> DeepseekV4Config:
@@ -80,7 +94,179 @@ def stable_topk():
 
 
 @torch.no_grad()
-def oracle_logits(model, token_ids: torch.Tensor) -> torch.Tensor:
+def oracle_logits(model, token_ids: Tensor) -> Tensor:
     """Logits `[B, T, V]` of full sequences `[B, T]`, computed by the stock modules without any cache."""
     with stable_topk():
         return model(input_ids=token_ids, use_cache=False).logits
+
+
+def oracle_last_logits(model, texts: list[Tensor]) -> Tensor:
+    """The oracle's logits behind each text, `[R, V]`; texts of equal length share a forward, none is padded."""
+    logits: list[Tensor] = [None] * len(texts)
+    for length in {len(text) for text in texts}:
+        group = [i for i, text in enumerate(texts) if len(text) == length]
+        for i, row in zip(group, oracle_logits(model, torch.stack([texts[i] for i in group]))):
+            logits[i] = row[-1]
+    return torch.stack(logits)
+
+
+def smallest_margin(model, text: Tensor) -> float:
+    """The closest choice among experts or index entries that the oracle makes anywhere in `text`; ties do not count."""
+    margins = [float("inf")]
+
+    def recording(topk):
+        def wrapped(scores, k, *args, **kwargs):
+            if k < scores.shape[-1]:
+                ordered = scores.sort(-1, descending=True).values
+                gap = ordered[..., k - 1] - ordered[..., k]
+                margins.extend(gap[gap.isfinite() & (gap > 0)].tolist())
+            return topk(scores, k, *args, **kwargs)
+
+        return wrapped
+
+    with patch.object(torch, "topk", recording(torch.topk)), patch.object(Tensor, "topk", recording(Tensor.topk)):
+        with torch.no_grad():
+            model(input_ids=text[None], use_cache=False)
+    return min(margins)
+
+
+def assert_logits(model, actual: Tensor, expected: Tensor, texts: list[Tensor]) -> None:
+    """Rows `[R, V]` agree within `TOLERANCE`; counts those excused by a choice closer than `MARGIN`, 0 expected."""
+    difference = (actual - expected).abs().amax(-1) / expected.abs().amax(-1)
+    wrong = (~(difference <= TOLERANCE)).nonzero()[:, 0].tolist()  # NaN is wrong too
+    margins = [smallest_margin(model, texts[row]) for row in wrong[:20]]
+    assert all(margin < MARGIN for margin in margins), (
+        f"{len(wrong)} of {len(texts)} logit rows are off, by up to {difference.max():.1e}; "
+        f"lengths {[len(texts[row]) for row in wrong[:20]]}, margins {margins}"
+    )
+    if wrong:
+        warnings.warn(f"{len(wrong)} logit rows differ in a choice with a margin below {MARGIN}.", stacklevel=2)
+
+
+def assert_greedy(model, texts: list[Tensor], prompt_lengths: list[int]) -> None:
+    """Every token behind a prompt is the one that the oracle puts there: one teacher-forced pass over all texts."""
+    padded = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
+    logits = oracle_logits(model, padded[:, :-1])
+    close = 0
+    for row, (text, start) in enumerate(zip(texts, prompt_lengths)):
+        behind = logits[row, start - 1 : len(text) - 1]
+        gap = behind.amax(-1) - behind.gather(1, text[start:, None])[:, 0]
+        assert (gap < MARGIN).all(), f"row {row} leaves the oracle's text at token {int((gap >= MARGIN).nonzero()[0])}"
+        close += int((gap > 0).sum())
+    if close:
+        warnings.warn(f"{close} tokens differ in an argmax with a margin below {MARGIN}.", stacklevel=2)
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def random_texts(rng: torch.Generator, lengths, vocabulary: int = 97) -> list[Tensor]:
+    return [torch.randint(1, vocabulary, (length,), generator=rng) for length in lengths]
+
+
+def left_pad(texts: list[Tensor], pad: int = 0) -> dict[str, Tensor]:
+    """`input_ids` and `attention_mask` of a batch of prompts."""
+    width = max(len(text) for text in texts)
+    ids = torch.stack([torch.nn.functional.pad(text, (width - len(text), 0), value=pad) for text in texts])
+    columns = torch.arange(width)
+    return {"input_ids": ids, "attention_mask": torch.stack([(columns >= width - len(t)).long() for t in texts])}
+
+
+# Which earlier nodes may be the parent of node n.
+PARENTS = {
+    "wide": lambda n: range(n),
+    "deep": lambda n: range(max(0, n - 3), n),
+    "chain": lambda n: range(n - 1, n),
+    "star": lambda n: range(1),
+}
+
+
+def random_tree(rng: torch.Generator, batch: int, count: int, style: str, ragged: bool = False) -> TokenTree:
+    """`batch` trees of `count` nodes; with `ragged`, all rows but the first end in padding nodes."""
+    parents = torch.zeros(batch, count, dtype=torch.long)
+    depths = torch.zeros(batch, count, dtype=torch.long)
+    valid = torch.ones(batch, count, dtype=torch.bool)
+    for row in range(batch):
+        for node in range(1, count):
+            choices = PARENTS[style](node)
+            parents[row, node] = choices[int(torch.randint(len(choices), (1,), generator=rng))]
+            depths[row, node] = depths[row, parents[row, node]] + 1
+        if ragged and row:
+            valid[row, int(torch.randint(1, count + 1, (1,), generator=rng)) :] = False
+    tokens = torch.randint(1, 97, (batch, count), generator=rng)
+    return TokenTree.from_parents(tokens, parents, int(depths.max()), valid)
+
+
+def random_path(rng: torch.Generator, tree: TokenTree) -> tuple[Tensor, Tensor]:
+    """A path of every row from its root to a random node, and its length."""
+    ends = [int(torch.randint(int(valid.sum()), (1,), generator=rng)) for valid in tree.valid]
+    path = torch.stack([paths[end] for paths, end in zip(tree.paths, ends)])
+    return path, (path >= 0).sum(1)
+
+
+def filled_cache(model, texts: list[Tensor], spare: int = 32, chunk_size: int | None = None) -> TreeCache:
+    """A cache that has read `texts`, one per row."""
+    cache = TreeCache(model.config, len(texts), spare)
+    tokens = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
+    with torch.no_grad():
+        prefill(model, cache, tokens, torch.tensor([len(text) for text in texts]), chunk_size)
+    return cache
+
+
+@torch.no_grad()
+def run_round(model, cache: TreeCache, tree: TokenTree, path=None, lengths=None, rows=None) -> Tensor:
+    """One forward of `tree` `[B, N, V]`; commits `path` if there is one."""
+    with cache.fork(tree, rows) as fork:
+        logits = model(**fork.model_inputs()).logits
+        if path is not None:
+            fork.refresh(path, lengths)
+    return logits
+
+
+def node_texts(prefixes: list[Tensor], tree: TokenTree) -> tuple[list[tuple[int, int]], list[Tensor]]:
+    """`(row, node)` of all real nodes, and the text that ends in each."""
+    nodes = [(row, node) for row, node in tree.valid.nonzero().tolist()]
+    paths = [path[path >= 0] for path in (tree.paths[row, node] for row, node in nodes)]
+    return nodes, [torch.cat([prefixes[row], tree.tokens[row, path]]) for (row, _), path in zip(nodes, paths)]
+
+
+def assert_nodes(model, logits: Tensor, prefixes: list[Tensor], tree: TokenTree) -> None:
+    """`logits` `[B, N, V]` of every real node are the oracle's for its path."""
+    nodes, texts = node_texts(prefixes, tree)
+    actual = torch.stack([logits[row, node] for row, node in nodes])
+    assert_logits(model, actual, oracle_last_logits(model, texts), texts)
+
+
+def slack(cache: TreeCache, row: int) -> int:
+    """How many positions behind the needed ones the rings of a row still hold."""
+    return cache.spare - int(cache.written[row] - cache.lengths[row])
+
+
+def valid_state(cache: TreeCache, row: int, extra: int) -> dict[str, Tensor]:
+    """Every committed tensor of a row over the slots valid at its length, rings `extra` positions further back."""
+    length = int(cache.lengths[row])
+    state = {"token_ids": cache.token_ids[row, :length]}
+
+    for i, layer in enumerate(cache.layers):
+        for j, (owner, name, tensor) in enumerate(layer.tensors()):
+            if name == "entries":
+                state[f"{i}.{j}.entries"] = tensor[row, : length // owner.ratio]
+            else:
+                span = layer.sliding_window if owner is layer else owner.span
+                held = torch.arange(max(0, length - span - extra), length)
+                state[f"{i}.{j}.{name}"] = tensor[row, held % tensor.shape[1]]
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+
+def assert_same_state(cache: TreeCache, other: TreeCache, rows=None) -> None:
+    """Both caches hold the same in `rows` (all by default), up to `TOLERANCE` of each tensor's largest value."""
+    for row in range(cache.rows) if rows is None else rows:
+        assert cache.lengths[row] == other.lengths[row]
+        extra = min(slack(cache, row), slack(other, row))
+        expected = valid_state(other, row, extra)
+        for name, tensor in valid_state(cache, row, extra).items():
+            assert tensor.shape == expected[name].shape, name
+            if tensor.numel():
+                limit = TOLERANCE * expected[name].abs().max()
+                assert (tensor - expected[name]).abs().max() <= limit, f"row {row}: {name}"

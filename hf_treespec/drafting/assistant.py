@@ -74,11 +74,12 @@ class AssistantTreeGenerator(TreeCandidateGenerator):
         self._add_candidates(logits, frontier)
         for _ in range(1, depth):
             level_size = frontier.shape[1] * self.top_k
-            frontier, valid = pool.frontier(self.top_k, level_size, self.lowest_score)
-            if self.device.type == "cpu" and not (valid.any() and pool.can_improve(frontier, self.budget - 1)):
+            frontier, worth = pool.frontier(self.top_k, level_size, self.budget - 1, self.lowest_score)
+            # Reading the device costs a stall elsewhere; there the level is drafted with padding nodes instead.
+            if self.device.type == "cpu" and not worth.any():
                 break
-            logits = self._expand(frontier, valid)
-            self._add_candidates(logits, frontier, valid)
+            logits = self._expand(frontier, worth)
+            self._add_candidates(logits, frontier, worth)
         tree, self._entries = pool.best_tree(self.budget - 1)
         if target_device == self.device:
             return tree
@@ -96,7 +97,7 @@ class AssistantTreeGenerator(TreeCandidateGenerator):
         """Forwards the frontier entries `[B, w]` as a new level; returns their logits `[B, w, V]`."""
         pool, tree = self._pool, self._fork.tree
         count = tree.tokens.shape[1]
-        parents = pool.nodes.gather(1, pool.parents.gather(1, frontier))
+        parents = pool.nodes.gather(1, pool.parents.gather(1, frontier)).clamp(min=0)
         self._fork.extend(tree.grow(pool.tokens.gather(1, frontier), parents, valid))
         nodes = count + torch.arange(frontier.shape[1], device=self.device).expand_as(frontier)
         pool.nodes = pool.nodes.scatter(1, frontier, torch.where(valid, nodes, -1))

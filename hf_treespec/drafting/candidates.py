@@ -42,17 +42,16 @@ class CandidatePool:
         self.children = torch.cat([self.children, fresh], 1)
         self.levels += 1
 
-    def frontier(self, width: int, level_size: int, lowest: float) -> tuple[Tensor, Tensor]:
-        """The best `width` candidates of the last level (pool entries `[B, w]`), and which reach score `lowest`."""
-        scores, order = self.scores[:, -level_size:].topk(min(width, level_size), dim=1)
-        return order + self.size - level_size, scores >= lowest
+    def frontier(self, width: int, level_size: int, count: int, lowest: float) -> tuple[Tensor, Tensor]:
+        """The best `width` candidates of the last level (pool entries `[B, w]`), and which are worth expanding.
 
-    def can_improve(self, frontier: Tensor, count: int) -> bool:
-        """Whether a child of `frontier` could enter the best `count` candidates of some row. Reads the device."""
-        if self.size - 1 <= count:
-            return True
-        worst_kept = self.scores[:, 1:].topk(count, dim=1).values[:, -1:]
-        return bool((self.scores.gather(1, frontier) > worst_kept).any())
+        Those are that reach score `lowest` and whose children could still be among the row's `count` best candidates.
+        """
+        scores, order = self.scores[:, -level_size:].topk(min(width, level_size), dim=1)
+        worth = (scores >= lowest) & (scores > float("-inf"))
+        if self.size > count:
+            worth &= scores > self.scores[:, 1:].topk(count, dim=1).values[:, -1:]
+        return order + self.size - level_size, worth
 
     def best_tree(self, count: int) -> tuple[TokenTree, Tensor]:
         """The tree of the `count` best candidates, and the pool entry of each of its nodes `[B, N]`.

@@ -8,8 +8,8 @@ from .rotary import rotate
 
 
 def compress(
-    ring: tuple[Tensor, Tensor],
-    nodes: tuple[Tensor, Tensor],
+    ring: Tensor,
+    nodes: Tensor,
     position_bias: Tensor,
     norm: tuple[Tensor, float],
     rope: tuple[Tensor, Tensor],
@@ -22,8 +22,8 @@ def compress(
     the last m through the second; otherwise (HCA) m positions. Positions before 0 have no weight.
 
     Args:
-        ring: committed projections `(kv, gate)`, each `[rows, R, C]`.
-        nodes: projections of all nodes of the round, each `[B, N, C]`.
+        ring: committed projections, kv and gate side by side, `[rows, R, 2 C]`.
+        nodes: projections of all nodes of the round, `[B, N, 2 C]`.
         position_bias: `[m, C]`, added to the gate.
         norm: weight `[d]` and epsilon of the RMSNorm that follows.
         rope: `(cos, sin)` at the entries' first positions, each `[B, J, r / 2]`.
@@ -38,9 +38,11 @@ def compress(
     halves = channels // dim
     closers = geometry.new_closers(ratio)
     if closers.shape[1] == 0:
-        return nodes[0].new_zeros(closers.shape[0], 0, dim)
-    index, missing = geometry.pool_index(ratio, halves * ratio, ring[0].shape[1])
-    kv, gate = (_pool(*pair, index, halves, geometry) for pair in zip(ring, nodes))
+        return nodes.new_zeros(len(closers), 0, dim)
+    index, missing = geometry.pool_index(ratio, halves * ratio, ring.shape[1])
+    table = torch.cat([geometry.take_rows(ring), nodes], 1)
+    gathered = table[geometry.batch_index[..., None], index]  # [B, J, span, 2 C]
+    kv, gate = (_share(part, halves, ratio, dim) for part in gathered.split(channels, -1))
     bias = torch.cat(position_bias.split(dim, 1), 0)  # [span, d]
     gate = (gate + bias).float().masked_fill(missing[..., None], float("-inf"))
     pooled = (kv * gate.softmax(2).to(kv.dtype)).sum(2)
@@ -49,9 +51,7 @@ def compress(
     return rotate(normed, *rope)
 
 
-def _pool(ring: Tensor, nodes: Tensor, index: Tensor, halves: int, geometry: TreeGeometry) -> Tensor:
-    """The pooled rows `[B, J, span, d]`, every run of `m` positions through its own share of the channels."""
-    table = torch.cat([geometry.take_rows(ring), nodes], 1)
-    batch = geometry.batch_index[..., None]
-    parts = table.chunk(halves, -1)
-    return torch.cat([part[batch, rows] for part, rows in zip(parts, index.chunk(halves, -1))], 2)
+def _share(gathered: Tensor, halves: int, ratio: int, dim: int) -> Tensor:
+    """Every run of `m` positions through its own share of the channels: `[B, J, span, C]` to `[B, J, span, d]`."""
+    runs = [gathered[:, :, i * ratio : (i + 1) * ratio, i * dim : (i + 1) * dim] for i in range(halves)]
+    return runs[0] if halves == 1 else torch.cat(runs, 2)

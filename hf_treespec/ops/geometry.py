@@ -8,6 +8,9 @@ from torch import Tensor
 
 # Queries of a chain are attended in blocks of this many nodes, which bounds the score tensor of a prefill chunk.
 BLOCK = 128
+# Chains from this length on lay the window out by position, so that a block reads a slice of it; shorter ones read the
+# whole ring under a mask, as trees do.
+LONG_CHAIN = 32
 
 
 class TreeGeometry:
@@ -127,14 +130,19 @@ class TreeGeometry:
 
     # Window columns
 
+    @property
+    def by_position(self) -> bool:
+        """Whether window columns are laid out by position (long chains) instead of ring slot and node."""
+        return self.tree.is_chain and self.stop >= LONG_CHAIN
+
     def blocks(self) -> list[tuple[int, int]]:
         """Query blocks `(start, stop)`: one for a tree, several for a long chain."""
-        size = BLOCK if self.tree.is_chain else self.stop - self.start
+        size = BLOCK if self.by_position else self.stop - self.start
         return [(i, min(i + size, self.stop)) for i in range(self.start, self.stop, size)]
 
     def window_table(self, ring: Tensor, node_kv: Tensor, window: int) -> Tensor:
-        """All window keys of this round, `[B, K, D]`: for a chain by position, else the ring and then the nodes."""
-        if not self.tree.is_chain:
+        """All window keys of this round, `[B, K, D]`: for a long chain by position, else the ring, then the nodes."""
+        if not self.by_position:
             return torch.cat([self.take_rows(ring), node_kv], 1)
         ring_size = ring.shape[1]
 
@@ -147,11 +155,11 @@ class TreeGeometry:
 
     def window_block(self, start: int, stop: int, window: int) -> slice:
         """The columns of `window_table` that nodes `start .. stop - 1` can see."""
-        return slice(start, stop + window - 1) if self.tree.is_chain else slice(None)
+        return slice(start, stop + window - 1) if self.by_position else slice(None)
 
     def window_bias(self, start: int, stop: int, window: int, ring_size: int) -> Tensor:
         """Additive fp32 mask of `window_block`, `[B, stop - start, K]`."""
-        compute = self._chain_window if self.tree.is_chain else self._tree_window
+        compute = self._chain_window if self.by_position else self._tree_window
         return self.memo(
             ("window_bias", start, stop, window, ring_size), lambda: _additive(compute(start, stop, window, ring_size))
         )

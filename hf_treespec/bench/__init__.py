@@ -1,0 +1,1 @@
+"""Benchmarks: acceptance by replay, speed as interleaved pairs."""

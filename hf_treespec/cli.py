@@ -1,0 +1,204 @@
+"""The `hf-treespec` command."""
+
+import json
+import os
+import platform
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+
+# Imports of torch, transformers and our modules that need them stand inside the commands: `--help` is instant.
+
+app = typer.Typer(
+    help="Lossless tree-structured speculative decoding for DeepSeek-V4 in Hugging Face transformers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate per prompt.")]
+Budget = Annotated[
+    int | None, typer.Option(help="Nodes verified per round, the root included; 1 is plain decoding, 8 the default.")
+]
+Depth = Annotated[int | None, typer.Option(help="Drafted levels below the root.")]
+TopK = Annotated[int | None, typer.Option(help="Children per expanded node; 1 drafts a chain.")]
+
+
+@app.command()
+def demo(
+    model: Annotated[str | None, typer.Option(help="Target; by default the tiny one in the package.")] = None,
+    assistant: Annotated[str | None, typer.Option(help="Draft model; by default the tiny one.")] = None,
+    max_new_tokens: MaxNewTokens = 96,
+    budget: Budget = None,
+    depth: Depth = None,
+    top_k: TopK = None,
+) -> None:
+    """Decode prompts in four ways, compare text and speed, and draw a draft tree. Works offline."""
+    with _readable_errors():
+        from .demo import run
+
+        run(Console(), model, assistant, max_new_tokens, _tree_options(8 if budget is None else budget, depth, top_k))
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Option(help="DeepSeek-V4 target: a local folder or an id on the Hub.")],
+    assistant: Annotated[
+        str | None, typer.Option(help="Draft model of the same vocabulary. Without one, decoding is plain (budget 1).")
+    ] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be given several times.")] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, help='File: JSON lines {"prompt": ...} or {"turns": [...]}, or .txt lines.'
+        ),
+    ] = None,
+    max_new_tokens: MaxNewTokens = 128,
+    budget: Budget = None,
+    depth: Depth = None,
+    top_k: TopK = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded together.")] = 1,
+    chat: Annotated[
+        bool | None, typer.Option("--chat/--raw", help="Whether to use the chat template; by default if there is one.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="As in `from_pretrained`.")] = "auto",
+    device_map: Annotated[
+        str | None, typer.Option(help="As in `from_pretrained`; 'auto' by default where there is a GPU.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Write JSON lines here instead of printing the texts.")] = None,
+) -> None:
+    """Generate greedily with draft trees. Of a prompt with several turns the first is asked."""
+    with _readable_errors():
+        from .prompts import read_prompts
+
+        rows = [{"prompt": text} for text in prompt or []] + (read_prompts(prompts) if prompts else [])
+        if not rows:
+            raise ValueError("There is nothing to do: pass `--prompt TEXT` or `--prompts FILE`.")
+        if budget is None:
+            budget = 8 if assistant else 1
+        if budget > 1 and not assistant:
+            raise ValueError(f"`--budget {budget}` needs a draft model: pass `--assistant`, or `--budget 1`.")
+        options = {"tree_config": _tree_options(budget, depth, top_k), "max_new_tokens": max_new_tokens}
+        if assistant:
+            options["assistant_model"] = _load(assistant, dtype, device_map)
+        target, tokenizer = _load_target(model, dtype, device_map)
+        batches = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
+        _generate(target, tokenizer, batches, chat, options, output)
+
+
+@app.command()
+def env() -> None:
+    """Show versions and hardware, for bug reports."""
+    import torch
+
+    from . import __version__
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_row("hf-treespec", __version__)
+    for name in ("torch", "transformers", "accelerate", "safetensors", "tokenizers"):
+        table.add_row(name, _version(name))
+    table.add_row("python", platform.python_version())
+    table.add_row("platform", platform.platform())
+    capability = torch.backends.cpu.get_cpu_capability()
+    table.add_row("CPU", f"{os.cpu_count()} cores, {torch.get_num_threads()} torch threads, {capability}")
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    table.add_row("GPU", ", ".join(gpus) or "none that torch can use")
+    for name in ("matplotlib", "datasets", "peft"):
+        table.add_row(f"{name} (optional)", _version(name))
+    Console().print(table)
+
+
+def _tree_options(budget: int, depth: int | None, top_k: int | None):
+    from .config import TreeConfig
+
+    return TreeConfig(budget=budget, depth=depth, top_k=top_k)
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+@contextmanager
+def _readable_errors() -> Iterator[None]:
+    """Shows what a user can mend as one message, without a traceback."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        Console(stderr=True).print(f"Error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+
+
+def _load(name: str, dtype: str, device_map: str | None):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    if device_map is None and torch.cuda.is_available():
+        device_map = "auto"
+    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device_map).eval()
+
+
+def _load_target(name: str, dtype: str, device_map: str | None):
+    from transformers import AutoTokenizer
+
+    from .modeling import enable
+
+    return enable(_load(name, dtype, device_map)), AutoTokenizer.from_pretrained(name)
+
+
+def _generate(target, tokenizer, batches: list[list[dict]], chat: bool | None, options: dict, output: Path | None):
+    from tqdm.auto import tqdm
+    from transformers.utils.logging import is_progress_bar_enabled
+
+    totals = {"prompts": 0, "seconds": 0.0, "rounds": 0, "emitted_tokens": 0, "nodes": 0}
+    quiet = len(batches) == 1 or not is_progress_bar_enabled()
+    with output.open("w", encoding="utf-8") if output else nullcontext() as file:
+        for rows in tqdm(batches, unit="batch", disable=quiet):
+            texts, stats = _generate_batch(target, tokenizer, [row["prompt"] for row in rows], chat, options)
+            for row, text in zip(rows, texts):
+                if file:
+                    file.write(json.dumps({**row, "text": text}, ensure_ascii=False) + "\n")
+                else:
+                    tqdm.write(f"--- {row.get('id', row['prompt'])}\n{text}\n")
+            if file:
+                file.flush()
+            totals["prompts"] += len(rows)
+            for name in stats.keys() & totals.keys():
+                totals[name] += stats[name]
+    Console().print(_summary(totals))
+
+
+def _generate_batch(target, tokenizer, prompts: list[str], chat: bool | None, options: dict):
+    """The texts of one batch, and its `tree_stats` with the `seconds` it took."""
+    from .modeling import device_of
+    from .prompts import encode_prompts
+
+    inputs = {name: ids.to(device_of(target)) for name, ids in encode_prompts(tokenizer, prompts, chat).items()}
+    start = time.perf_counter()
+    result = target.generate(
+        **inputs, do_sample=False, return_dict_in_generate=True, pad_token_id=tokenizer.pad_token_id, **options
+    )
+    seconds = time.perf_counter() - start
+    texts = tokenizer.batch_decode(result.sequences[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return texts, {**result.tree_stats, "seconds": seconds}
+
+
+def _summary(totals: dict[str, Any]) -> Table:
+    tokens, rounds = totals["emitted_tokens"], totals["rounds"]
+    table = Table(show_header=False, title="Measured in this run (prefill included)", title_justify="left")
+    table.add_row("prompts", str(totals["prompts"]))
+    table.add_row("new tokens", str(tokens))
+    table.add_row("accepted length", f"{tokens / rounds:.2f} ({tokens / rounds - 1:.2f} without the bonus token)")
+    table.add_row("nodes verified per round", f"{totals['nodes'] / rounds:.2f}")
+    table.add_row("tokens/s", f"{tokens / totals['seconds']:.1f}")
+    return table

@@ -1,0 +1,237 @@
+"""`hf-treespec demo`: the shipped pair decodes prompts in four ways; text, acceptance and speed side by side."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.tree import Tree
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from . import ops
+from .cache import TreeCache
+from .config import TreeConfig
+from .drafting.assistant import AssistantTreeGenerator
+from .fork import DEFAULT_SPARE
+from .modeling import enable
+from .prefill import prefill
+from .prompts import encode_prompts
+from .tree import TokenTree
+
+
+PROMPTS = (
+    "A bakery fills 7 trays with 12 rolls each and sells 58 rolls before noon. How many rolls are left?\n"
+    "Please reason step by step, and put your final answer within \\boxed{}.",
+    "Write a function to count the vowels in a given string.",
+    "Copy this code exactly:\n```python\ndef area(width, height):\n    if width < 0 or height < 0:\n"
+    '        raise ValueError("sides must not be negative")\n    return width * height\n```',
+)
+# Rounds from which the one to draw is chosen.
+_DRAWN_FROM = 16
+_WARM_UP_TOKENS = 8
+
+
+@dataclass
+class Decoding:
+    """One way to decode, and what it took over all prompts. `tree_config=None` is stock `generate`."""
+
+    name: str
+    tree_config: TreeConfig | None
+    texts: list[list[int]] = field(default_factory=list)
+    seconds: float = 0.0
+    rounds: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(text) for text in self.texts)
+
+
+@dataclass
+class Round:
+    """One round of the target: the tree of row 0, the accepted `path` and the target's token at each node."""
+
+    position: int
+    tree: TokenTree
+    path: list[int]
+    predicted: list[int]
+
+
+def checkpoint(name: str) -> Path:
+    """Folder of a checkpoint in this package.
+
+    Raises:
+        ValueError: if the package was built without it.
+    """
+    folder = Path(str(files("hf_treespec"))) / "checkpoints" / name
+    if not (folder / "config.json").exists():
+        raise ValueError(f"The package has no checkpoint '{name}'; pass `--model` and `--assistant`.")
+    return folder
+
+
+def run(
+    console: Console, model: str | None, assistant: str | None, max_new_tokens: int, tree_config: TreeConfig
+) -> list[Decoding]:
+    """Loads the pair, decodes `PROMPTS` in four ways, prints texts, table and one tree; returns the measurements."""
+    start = time.perf_counter()
+    if tree_config.budget == 1:
+        raise ValueError("`budget` is 1; the demo needs at least 2 nodes per round to draft something.")
+    transformers_logging.disable_progress_bar()
+    target, draft, tokenizer = load_pair(model or checkpoint("tiny-target"), assistant or checkpoint("tiny-draft"))
+    decodings = ways_to_decode(tree_config)
+    for decoding in decodings:
+        _decode(target, draft, tokenizer, decoding, PROMPTS[0], _WARM_UP_TOKENS)
+    decodings = ways_to_decode(tree_config)
+    for prompt in PROMPTS:
+        # One prompt at a time: stock transformers pools the padding of a batch into this architecture's cache.
+        for decoding in decodings:
+            _decode(target, draft, tokenizer, decoding, prompt, max_new_tokens)
+        console.rule(style="dim")
+        console.print(prompt, style="cyan", markup=False, highlight=False)
+        console.print(tokenizer.decode(decodings[-1].texts[-1]), markup=False, highlight=False)
+    console.rule(style="dim")
+    console.print(_results(decodings))
+    console.print(_verdict(decodings))
+    console.print()
+    console.print(draw(_round_to_draw(target, draft, tokenizer, tree_config), tokenizer))
+    console.print(f"\nDone in {time.perf_counter() - start:.0f} s on {torch.get_num_threads()} threads.", style="dim")
+    return decodings
+
+
+def load_pair(model: str | Path, assistant: str | Path):
+    """The enabled target, the draft (enabled too where it is a DeepSeek-V4 model) and the tokenizer."""
+    target = enable(AutoModelForCausalLM.from_pretrained(model).eval())
+    draft = AutoModelForCausalLM.from_pretrained(assistant).eval()
+    if draft.config.model_type == target.config.model_type:
+        enable(draft)
+    return target, draft, AutoTokenizer.from_pretrained(model)
+
+
+def ways_to_decode(tree_config: TreeConfig) -> list[Decoding]:
+    """Stock, plain, the matched chain (as many nodes per round as the tree, one below the other), and the tree."""
+    budget = tree_config.budget
+    chain = TreeConfig(budget=budget, depth=budget - 1, top_k=1)
+    depth, top_k = tree_config.resolved_depth, tree_config.resolved_top_k
+    return [
+        Decoding("stock generate", None),
+        Decoding("budget=1", TreeConfig(budget=1)),
+        Decoding(f"chain, depth {budget - 1}", chain),
+        Decoding(f"tree, depth {depth}, top_k {top_k}", tree_config),
+    ]
+
+
+def _decode(target, draft, tokenizer, decoding: Decoding, prompt: str, max_new_tokens: int) -> None:
+    inputs = encode_prompts(tokenizer, [prompt])
+    options = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
+    if decoding.tree_config is not None:
+        options |= {"tree_config": decoding.tree_config, "assistant_model": draft}
+    start = time.perf_counter()
+    result = target.generate(**inputs, **options, return_dict_in_generate=True)
+    decoding.seconds += time.perf_counter() - start
+    text = result.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+    decoding.texts.append(text)
+    decoding.rounds += len(text) if decoding.tree_config is None else result.tree_stats["rounds"]
+
+
+def _results(decodings: list[Decoding]) -> Table:
+    budget = decodings[-1].tree_config.budget
+    table = Table(
+        title=f"{len(PROMPTS)} prompts, chain and tree of {budget} nodes; prefill included",
+        caption="Single-run speeds are rough.",
+    )
+    table.add_column("decoding", no_wrap=True)
+    for name in ("accepted\nlength", "without\nbonus", "tokens/s", "against\nbudget=1"):
+        table.add_column(name, justify="right")
+    plain = decodings[1].tokens / decodings[1].seconds
+    for decoding in decodings:
+        length, speed = decoding.tokens / decoding.rounds, decoding.tokens / decoding.seconds
+        table.add_row(decoding.name, f"{length:.2f}", f"{length - 1:.2f}", f"{speed:.1f}", f"{speed / plain:.2f}x")
+    return table
+
+
+def _verdict(decodings: list[Decoding]) -> str:
+    reference = decodings[0]
+    different = [
+        f"{other.name} differs from {reference.name} at token {_first_difference(expected, text)} of prompt {number}"
+        for other in decodings[1:]
+        for number, (expected, text) in enumerate(zip(reference.texts, other.texts), start=1)
+        if expected != text
+    ]
+    if different:
+        return "[bold red]The texts differ:[/] " + escape("; ".join(different)) + "."
+    return f"[bold green]All {len(decodings)} ways wrote the same {reference.tokens} tokens.[/]"
+
+
+def _first_difference(one: list[int], other: list[int]) -> int:
+    same = [a == b for a, b in zip(one, other)]
+    return same.index(False) if False in same else len(same)
+
+
+@torch.no_grad()
+def decode_rounds(target, draft, input_ids: Tensor, tree_config: TreeConfig, count: int) -> Iterator[Round]:
+    """The first `count` rounds after a prompt `[1, P]`, from the same pieces as `generate`, one round at a time."""
+    lengths = torch.tensor([input_ids.shape[1] - 1])
+    cache = TreeCache(target.config, rows=1, spare=max(DEFAULT_SPARE, tree_config.resolved_depth + 1))
+    prefill(target, cache, input_ids, lengths)
+    drafter = AssistantTreeGenerator(draft, tree_config, rows=1)
+    drafter.begin(input_ids, lengths)
+    # The root is the last token that is not in the cache yet.
+    root = input_ids[:, -1]
+    for _ in range(count):
+        position = int(cache.lengths[0])
+        tree = drafter.propose(None, root, tree_config.resolved_depth)
+        with cache.fork(tree) as fork:
+            predicted = target(**fork.model_inputs()).logits.argmax(-1)
+            path, accepted = ops.accept(tree.tokens, tree.paths, tree.valid, predicted)
+            fork.refresh(path, accepted)
+        drafter.update(path, accepted, predicted)
+        walked = path[0, : int(accepted[0])].tolist()
+        yield Round(position, tree, walked, predicted[0].tolist())
+        root = predicted[:, walked[-1]]
+
+
+def _round_to_draw(target, draft, tokenizer, tree_config: TreeConfig) -> Round:
+    """Of the first rounds of all prompts one where the target leaves the draft's first choice, the longest such."""
+    rounds = []
+    for prompt in PROMPTS:
+        input_ids = encode_prompts(tokenizer, [prompt])["input_ids"]
+        for current in decode_rounds(target, draft, input_ids, tree_config, _DRAWN_FROM):
+            rounds.append(current)
+            if current.predicted[current.path[-1]] == tokenizer.eos_token_id:
+                break
+    return max(rounds, key=lambda current: (_leaves_first_choice(current), len(current.path)))
+
+
+def _leaves_first_choice(current: Round) -> bool:
+    """Whether some accepted node is not its parent's first child: a chain would have ended there."""
+    parents = current.tree.parents[0].tolist()
+    return any(parents.index(parents[node], 1) != node for node in current.path[1:])
+
+
+def draw(current: Round, tokenizer) -> Tree:
+    """The tree of a round, the target's path through it highlighted."""
+
+    def show(token: int) -> str:
+        return escape(repr(tokenizer.decode([token])))
+
+    tree = current.tree
+    tokens, parents, valid = tree.tokens[0].tolist(), tree.parents[0].tolist(), tree.valid[0].tolist()
+    accepted = len(current.path) - 1
+    title = (
+        f"One round: {sum(valid)} nodes verified in one forward, {accepted} drafted tokens accepted, 1 bonus token\n"
+        f"[bold]{show(tokens[0])}[/] [dim]root, position {current.position}[/]"
+    )
+    branches = {0: Tree(title)}
+    for node in range(1, len(tokens)):
+        if valid[node]:
+            style = "bold green" if node in current.path else "dim"
+            branches[node] = branches[parents[node]].add(f"[{style}]{show(tokens[node])}[/]")
+    bonus = show(current.predicted[current.path[-1]])
+    branches[current.path[-1]].add(f"[bold yellow]{bonus}[/] [dim]bonus: the target's own next token[/]")
+    return branches[0]

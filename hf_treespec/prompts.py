@@ -1,0 +1,72 @@
+"""Prompts for the command line: files, chat templates, left-padded batches."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def read_prompts(path: Path) -> list[dict[str, Any]]:
+    """Reads prompts from a file: one per line of a `.txt`, else JSON lines `{"prompt": ...}` or `{"turns": [...]}`.
+
+    Lines end with a newline only: prompts may hold other characters that Python counts as line ends.
+
+    Returns:
+        A dict per prompt: `prompt` (of several turns the first), and `id` and `set` where the row has them.
+
+    Raises:
+        ValueError: for a row without a prompt, naming its line, or a file without rows.
+    """
+    prompts = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip():
+            continue
+        if path.suffix == ".txt":
+            prompts.append({"prompt": line.removesuffix("\r")})
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number} is not JSON ({error}); plain text goes into `.txt`.") from error
+        prompts.append(_parse(row, f"{path}, line {number}"))
+    if not prompts:
+        raise ValueError(f"{path} holds no prompts.")
+    return prompts
+
+
+def _parse(row: Any, place: str) -> dict[str, Any]:
+    turns = row.get("turns") if isinstance(row, dict) else None
+    prompt = row.get("prompt", turns[0] if turns else None) if isinstance(row, dict) else None
+    if not isinstance(prompt, str) or not prompt:
+        raise ValueError(f"{place} has no prompt; rows are `{{'prompt': '...'}}` or `{{'turns': ['...']}}`.")
+    return {**{key: row[key] for key in ("id", "set") if key in row}, "prompt": prompt}
+
+
+def encode_prompts(tokenizer, prompts: list[str], chat: bool | None = None) -> dict[str, Any]:
+    """Token ids of a batch, padded on the left.
+
+    Args:
+        tokenizer: of the target.
+        prompts: one text per row.
+        chat: whether each prompt is a user's turn for the chat template; by default, where there is a template.
+
+    Returns:
+        `input_ids` and `attention_mask`, each a tensor `[B, P]`.
+
+    Raises:
+        ValueError: for `chat=True` and a tokenizer without a chat template.
+    """
+    if chat is None:
+        chat = tokenizer.chat_template is not None
+    if chat and tokenizer.chat_template is None:
+        raise ValueError(
+            "The tokenizer has no chat template (the official DeepSeek-V4 checkpoints ship a Python encoder instead): "
+            "format the prompts with that encoder and pass them raw, or set `tokenizer.chat_template`."
+        )
+    if chat:
+        turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        prompts = [tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False) for turn in turns]
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    # A chat template writes the special tokens itself.
+    encoded = tokenizer(prompts, add_special_tokens=not chat, padding=True, padding_side="left", return_tensors="pt")
+    return {name: encoded[name] for name in ("input_ids", "attention_mask")}

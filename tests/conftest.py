@@ -1,0 +1,40 @@
+"""Set-up of every test process: one thread (processes share the cores), no network, and the shared random models."""
+
+import os
+
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import copy  # noqa: E402
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
+from oracle import build_model, generator, tiny_config  # noqa: E402
+from transformers.utils import logging  # noqa: E402
+
+import hf_treespec  # noqa: E402
+
+
+torch.set_num_threads(1)
+logging.set_verbosity_error()
+# Examples are the same in every run: a failure is never a matter of luck.
+settings.register_profile("tests", deadline=None, derandomize=True, database=None, max_examples=60)
+settings.load_profile("tests")
+
+
+@pytest.fixture(scope="session")
+def model():
+    """The random target, enabled. Tests must leave it as it is."""
+    return hf_treespec.enable(build_model(tiny_config()))
+
+
+@pytest.fixture(scope="session")
+def drafter(model):
+    """A DeepSeek-V4 assistant that is often right: the target with noise on its output."""
+    noisy = hf_treespec.disable(copy.deepcopy(model))
+    weight = noisy.lm_head.weight
+    with torch.no_grad():
+        weight.add_(torch.randn(weight.shape, generator=generator(7)) * weight.std() * 0.3)
+    return noisy
