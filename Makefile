@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 
 BIN := $(VENV)/bin
-PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
-METADATA := pyproject.toml setup.cfg
+PIP_INSTALL = $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
+METADATA := pyproject.toml setup.cfg constraints.txt
 
 .PHONY: demo test test-all quality
 
@@ -23,21 +23,21 @@ quality: $(VENV)/.installed-quality
 
 # Some distributions ship `venv` without the pip that it would copy; then the pip of $(PYTHON) installs one.
 $(BIN)/python:
-	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --clear --without-pip $(VENV) && \
+	@$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --clear --without-pip $(VENV) && \
 		$(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
 
 # Files that say what is installed; made anew when the package's metadata changes.
 $(VENV)/.installed-base: $(METADATA) | $(BIN)/python
 	@echo "Installing hf-treespec into $(VENV) (the first time this takes minutes: torch is large) ..."
-	$(PIP_INSTALL) --editable .
+	@$(PIP_INSTALL) --editable .
 	@touch $@
 
 $(VENV)/.installed-test: $(METADATA) | $(BIN)/python
 	@echo "Installing hf-treespec[test] into $(VENV) (the first time this takes minutes: torch is large) ..."
-	$(PIP_INSTALL) --editable ".[test]"
+	@$(PIP_INSTALL) --editable ".[test]"
 	@touch $@
 
 # Ruff alone: linting needs no torch.
 $(VENV)/.installed-quality: $(METADATA) | $(BIN)/python
-	$(PIP_INSTALL) "ruff>=0.9"
+	@$(PIP_INSTALL) "ruff>=0.9"
 	@touch $@

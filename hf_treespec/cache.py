@@ -103,6 +103,11 @@ class TreeCache(ForkableCache):
     def __init__(self, config, rows: int, spare: int = DEFAULT_SPARE, device: torch.device | str | None = None) -> None:
         layers = [TreeCacheLayer(config, layer_type) for layer_type in config.layer_types]
         super().__init__(layers, rows, spare, device)
+        self.shape = _shape(config)
+
+    def fits(self, config) -> bool:
+        """Whether this cache was made for a model of this shape."""
+        return self.shape == _shape(config)
 
     def window(self, layer_idx: int, node_kv: Tensor) -> tuple[Tensor, Tensor]:
         """The layer's committed ring, and all nodes' keys `[B, N, D]`, given those of the query nodes."""
@@ -140,3 +145,8 @@ class TreeCache(ForkableCache):
         for layer in self.layers:
             for stream in layer.streams.values():
                 stream.grow(capacity)
+
+
+def _shape(config) -> tuple:
+    ratios = tuple(sorted(config.compress_rates.items()))
+    return tuple(config.layer_types), ratios, config.sliding_window, config.head_dim, config.index_head_dim

@@ -8,6 +8,7 @@ from typing import Any
 
 CONFIG_NAME = "tree_config.json"
 BACKENDS = ("auto", "torch")
+DRAFTERS = ("auto", "assistant")
 MAX_BUDGET = 256
 MAX_DEPTH = 64
 
@@ -25,6 +26,8 @@ class TreeConfig:
         top_k (`int`, *optional*):
             Children drafted per expanded node. `top_k=1` drafts a chain. `None` takes
             [`~TreeConfig.resolved_top_k`]'s default.
+        drafter (`str`, defaults to `"auto"`):
+            What drafts: `"assistant"` is the `assistant_model` of the call, `"auto"` takes it where there is one.
         backend (`str`, defaults to `"auto"`):
             Implementation of the operations, one of `"auto"` and `"torch"`.
 
@@ -35,6 +38,7 @@ class TreeConfig:
     budget: int = 8
     depth: int | None = None
     top_k: int | None = None
+    drafter: str = "auto"
     backend: str = "auto"
 
     def __post_init__(self) -> None:
@@ -43,8 +47,9 @@ class TreeConfig:
             _check_integer("depth", self.depth, 0 if self.budget == 1 else 1, MAX_DEPTH)
         if self.top_k is not None:
             _check_integer("top_k", self.top_k, 1, MAX_BUDGET)
-        if self.backend not in BACKENDS:
-            raise ValueError(f"`backend` is {self.backend!r}; allowed values are {BACKENDS}.")
+        for name, value, allowed in (("drafter", self.drafter, DRAFTERS), ("backend", self.backend, BACKENDS)):
+            if value not in allowed:
+                raise ValueError(f"`{name}` is {value!r}; allowed values are {allowed}.")
 
     @property
     def resolved_top_k(self) -> int:

@@ -31,8 +31,7 @@ class Fork:
         self.tree = tree
         self.start = 0
         self.lengths = cache.lengths if rows is None else cache.lengths.index_select(0, rows)
-        on_host = self.lengths.device.type == "cpu"
-        self.max_length = int(self.lengths.max()) if on_host else cache.length_bound
+        self.max_length = cache.length_bound
         self._scratch: dict[tuple[int, str], Tensor] = {}
         self._geometries: dict[torch.device, ops.TreeGeometry] = {}
 
@@ -184,8 +183,9 @@ class ForkableCache(Cache):
         self._check_usable()
         if self._fork is not None:
             raise RuntimeError("This cache has an open fork. One cache serves one `generate` call at a time.")
-        fork = self._fork = Fork(self, tree, rows)
+        fork = Fork(self, tree, rows)
         try:
+            self._fork = fork
             self.reserve(fork.max_length + tree.max_depth + 1)
             yield fork
         finally:
@@ -274,6 +274,7 @@ class ForkableCache(Cache):
 
     def reset(self, spare: int | None = None) -> None:
         """Empties every row; with another `spare` the rings are made anew."""
+        self._fork = None
         self.lengths = torch.zeros_like(self.lengths)
         self.written = torch.zeros_like(self.written)
         self.length_bound = 0

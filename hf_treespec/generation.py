@@ -19,7 +19,7 @@ from .cache import TreeCache
 from .config import TreeConfig
 from .drafting import RootGenerator, TreeCandidateGenerator
 from .fork import DEFAULT_SPARE
-from .modeling import disable, enable, is_enabled
+from .modeling import device_of, disable, enable, is_enabled
 from .prefill import left_align, prefill
 from .reuse import reuse_prefix
 from .validation import check_assistant, check_inputs, check_options, check_prepared, option
@@ -111,7 +111,7 @@ def generate(model, *args, **kwargs):
     assistant_model = arguments.pop("assistant_model", None)
     check_assistant(model, assistant_model, tree_config)
     drafting = _Drafting(model, arguments, tree_config, assistant_model)
-    for name in ("tokenizer", "num_assistant_tokens", "assistant_confidence_threshold"):
+    for name in ("tokenizer", "num_assistant_tokens", "assistant_confidence_threshold", "custom_generate"):
         arguments.pop(name, None)
     with drafting.assistant_enabled():
         return GenerationMixin.generate(model, **arguments, custom_generate=partial(decode, drafting=drafting))
@@ -167,21 +167,20 @@ def decode(
     check_prepared(logits_processor, stopping_criteria)
     batch, width = input_ids.shape
     config = drafting.tree_config
-    tokens, lengths = left_align(input_ids, model_kwargs.get("attention_mask"))
+    tokens, lengths = (x.to(device_of(model)) for x in left_align(input_ids, model_kwargs.get("attention_mask")))
     cache = model_kwargs.get("cache")
     if not isinstance(cache, TreeCache):
-        cache = TreeCache(model.config, batch, max(DEFAULT_SPARE, config.resolved_depth + 1), input_ids.device)
-    reuse_prefix(cache, tokens, lengths, config.resolved_depth + 1)
+        cache = TreeCache(model.config, batch, max(DEFAULT_SPARE, config.resolved_depth + 1), tokens.device)
+    reuse_prefix(cache, model.config, tokens, lengths, config.resolved_depth + 1)
     generator = drafting.generator(batch)
     stats = TreeStats()
     with stats.timed("prefill"):
         prefill(model, cache, tokens, lengths - 1, drafting.chunk_size)
-        if generation_config.max_length > width:
-            generator.begin(tokens, lengths - 1)
+        generator.begin(tokens, lengths - 1)
     end, pad = generation_config._eos_token_tensor, generation_config._pad_token_tensor
     limit = generation_config.max_length - width
     new_tokens = decode_rows(model, cache, tokens, lengths, generator, config.resolved_depth, limit, end, pad, stats)
-    sequences = torch.cat([input_ids, new_tokens], 1)
+    sequences = torch.cat([input_ids, new_tokens.to(input_ids.device)], 1)
     if generation_config.return_dict_in_generate:
         return TreeGenerateOutput(sequences=sequences, cache=cache, tree_stats=stats.to_dict())
     return sequences

@@ -6,18 +6,19 @@ from torch import Tensor
 from .cache import TreeCache
 
 
-def reuse_prefix(cache: TreeCache, tokens: Tensor, lengths: Tensor, depth: int) -> None:
+def reuse_prefix(cache: TreeCache, config, tokens: Tensor, lengths: Tensor, depth: int) -> None:
     """Shortens every row of `cache` to what it shares with the new prompt, so that prefill continues there.
 
     A row that continues keeps everything, one that diverges within `spare` tokens of its end is rewound, any other
     starts afresh. The last prompt token is never kept: it is the next root.
 
     Args:
+        config: of the model that is to use the cache.
         tokens, lengths: the whole conversation, left-aligned `[rows, P]`, and its length per row.
         depth: tokens a round may commit; a cache with fewer spare slots is emptied and gets larger rings.
 
     Raises:
-        ValueError: if the number of rows differs.
+        ValueError: if the number of rows or the model's shape differs.
         RuntimeError: if the cache is unusable.
     """
     if cache.rows != len(tokens):
@@ -25,6 +26,8 @@ def reuse_prefix(cache: TreeCache, tokens: Tensor, lengths: Tensor, depth: int) 
             f"`cache` holds {cache.rows} rows, but `input_ids` has {len(tokens)}; pass prompts in the same rows, or "
             "no `cache`."
         )
+    if not cache.fits(config):
+        raise ValueError("`cache` was made for a model of another shape; pass one that this model returned, or none.")
     if not int(cache.lengths.max()):
         if depth > cache.spare:
             cache.reset(spare=depth)

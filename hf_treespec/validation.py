@@ -64,6 +64,8 @@ def check_options(model, arguments: dict[str, Any]) -> None:
         if value is not None and not any(value is other or value == other for other in allowed):
             expected = ", ".join(f"`{other}`" for other in (None, *allowed))
             raise ValueError(f"`{name}` is `{value}`, but with `tree_config` it must be {expected}: {advice}.")
+    if getattr(model.config, "output_router_logits", False):
+        raise ValueError("`config.output_router_logits` is True; tree decoding needs it False.")
     cache = arguments.get("cache")
     if cache is not None and not isinstance(cache, TreeCache):
         raise ValueError(
@@ -116,12 +118,12 @@ def check_prepared(logits_processor, stopping_criteria) -> None:
 
 def check_assistant(model, assistant_model, tree_config: TreeConfig) -> None:
     """Raises unless the drafter that the config needs is there and fits the target."""
-    if tree_config.budget == 1:
+    if tree_config.budget == 1 and tree_config.drafter == "auto":
         return
     if assistant_model is None:
         raise ValueError(
-            f"`tree_config` has `budget={tree_config.budget}`, but there is nothing to draft with. Pass "
-            "`assistant_model=`, or set `budget=1` for plain decoding."
+            f"`tree_config` has `budget={tree_config.budget}` and `drafter={tree_config.drafter!r}`, but there is "
+            "nothing to draft with. Pass `assistant_model=`, or set `budget=1` for plain decoding."
         )
     config = getattr(assistant_model, "config", None)
     if config is None or not hasattr(assistant_model, "generate"):

@@ -1,5 +1,8 @@
 """Commits of any width at any phase, interrupted rounds, rewinding: the state is always that of a fresh prefill."""
 
+import copy
+import sys
+from contextlib import contextmanager
 from unittest.mock import patch
 
 import pytest
@@ -22,7 +25,8 @@ from oracle import (
     valid_state,
 )
 
-import hf_treespec
+import hf_treespec.cache
+import hf_treespec.fork
 from hf_treespec import TokenTree, TreeCache, ops
 
 
@@ -30,6 +34,14 @@ def snapshot(cache: TreeCache) -> list[torch.Tensor]:
     """Every bit that is committed."""
     layers = [tensor.clone() for layer in cache.layers for _, _, tensor in layer.tensors()]
     return [cache.lengths.clone(), cache.written.clone(), cache.token_ids.clone(), *layers]
+
+
+def assert_bits(cache: TreeCache, states: list[dict[str, torch.Tensor]], extra: list[int]) -> None:
+    """Every row holds exactly its state of `states`, also in the `extra` slots that a rewind may need."""
+    for row, expected in enumerate(states):
+        assert slack(cache, row) >= extra[row]
+        now = valid_state(cache, row, extra[row])
+        assert all(torch.equal(now[name], tensor) for name, tensor in expected.items())
 
 
 def append(texts, tree: TokenTree, path, lengths, rows=None) -> list[torch.Tensor]:
@@ -187,16 +199,15 @@ def test_refresh_interrupted_between_any_two_writes(model, in_round, error, afte
     writes = number_of_writes(model, filled_cache(model, texts), tree, path, lengths)
     # Token ids, a window per layer, and what the streams of CSA and HCA layers hold.
     assert writes >= 1 + 4 + 2 * 2 * 2 + 2
+    # What the old length needs, and as far back as a rewind may go once `written` counts the interrupted path.
+    extra = (cache.spare - lengths).tolist()
+    before = [valid_state(cache, row, extra[row]) for row in range(2)]
     for count in range(1, writes + 1):
-        extra = [slack(cache, row) - int(lengths[row]) for row in range(2)]
-        before = [valid_state(cache, row, max(0, extra[row])) for row in range(2)]
         with patch.object(ops, "scatter_path", InterruptedWrite(count, error, after)):
             with pytest.raises(error, match="stop here"):
                 run_round(model, cache, tree, path, lengths)
         assert cache.usable and cache.lengths.tolist() == [26, 41]
-        for row in range(2):
-            now = valid_state(cache, row, max(0, slack(cache, row)))
-            assert all(torch.equal(old, now[name][-len(old) :] if len(old) else now[name][:0]) for name, old in before[row].items())
+        assert_bits(cache, before, extra)
     # Another path than the interrupted one, then the text goes on.
     assert_nodes(model, run_round(model, cache, tree, path[:, :1], torch.ones_like(lengths)), texts, tree)
     texts = append(texts, tree, path, torch.ones_like(lengths))
@@ -204,13 +215,53 @@ def test_refresh_interrupted_between_any_two_writes(model, in_round, error, afte
     assert_decodes_on(model, cache, texts)
 
 
-def test_refresh_interrupted_before_the_lengths(model, in_round):
-    cache, texts, tree, path, lengths = in_round
-    with patch.object(TreeCache, "close", side_effect=RuntimeError("stop here")):
-        with pytest.raises(RuntimeError, match="stop here"):
-            run_round(model, cache, tree, path, lengths)
-    # By then everything was written: either the old round or the new one holds, nothing between.
-    assert cache.lengths.tolist() == [26 + int(lengths[0]), 41 + int(lengths[1])]
+@contextmanager
+def ctrl_c_at_line(count: int):
+    """Raises `KeyboardInterrupt` before the `count`-th line that runs in the cache's own modules. Yields the count."""
+    files = (hf_treespec.cache.__file__, hf_treespec.fork.__file__)
+    seen = [0]
+
+    def on_event(frame, event, _):
+        if frame.f_code.co_filename not in files:
+            return None
+        if event == "line":
+            seen[0] += 1
+            if seen[0] == count:
+                raise KeyboardInterrupt
+        return on_event
+
+    previous = sys.gettrace()
+    sys.settrace(on_event)
+    try:
+        yield seen
+    finally:
+        sys.settrace(previous)
+
+
+@pytest.mark.parametrize("lengths", [(26, 41), (58, 63)], ids=["", "growing"])
+def test_ctrl_c_at_any_line_of_a_round(model, lengths):
+    rng = generator(7)
+    texts = random_texts(rng, lengths)
+    start = filled_cache(model, texts)
+    tree = random_tree(rng, 2, 6, "chain")
+    path, counts = tree.paths[:, -1], torch.tensor([6, 6])
+    done = copy.deepcopy(start)
+    with ctrl_c_at_line(0) as lines:
+        run_round(model, done, tree, path, counts)
+    extra = [start.spare - 6] * 2
+    states = {cache: [valid_state(cache, row, extra[row]) for row in range(2)] for cache in (start, done)}
+    committed = 0
+    for line in range(1, lines[0] + 1):
+        cache = copy.deepcopy(start)
+        with pytest.raises(KeyboardInterrupt), ctrl_c_at_line(line):
+            run_round(model, cache, tree, path, counts)
+        before_or_after = done if torch.equal(cache.lengths, done.lengths) else start
+        assert torch.equal(cache.lengths, before_or_after.lengths) and cache.usable
+        assert_bits(cache, states[before_or_after], extra)
+        with cache.fork(tree):  # the interrupted round is closed
+            pass
+        committed += before_or_after is done
+    assert lines[0] > 100 and 0 < committed < 20
 
 
 def test_rewinding_stays_exact_after_an_interrupted_refresh(model, in_round):

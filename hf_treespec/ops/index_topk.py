@@ -33,7 +33,9 @@ def index_topk(
     """
     committed = geometry.committed_entries(ratio)
     columns = committed + own_entries.shape[1]
-    table = torch.cat([geometry.take_rows(entries[:, :committed]), own_entries], 1).float().transpose(1, 2)
+    # Two products instead of one over a copy of everything committed.
+    tables = [geometry.take_rows(entries[:, :committed]), own_entries]
+    tables = [table.float().transpose(1, 2) for table in tables if table.shape[1]]
     numbers = torch.arange(committed, device=query.device).expand(len(query), -1)
     numbers = torch.cat([numbers, geometry.entry_numbers(ratio)], 1)  # [B, T + J]
     step = max(1, MAX_SCORES // (query.shape[0] * query.shape[2] * columns))
@@ -41,14 +43,15 @@ def index_topk(
     for first in range(0, query.shape[1], step):
         block = slice(first, first + step)
         stop = min(first + step, query.shape[1])
-        scores = _score(query[:, block], weights[:, block], table)
+        parts = [_score(query[:, block], weights[:, block], table) for table in tables]
+        scores = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         visible = geometry.entry_visible(ratio, geometry.start + first, geometry.start + stop)
         selected.append(_stable_topk(scores, visible, numbers, min(topk, columns)))
     return torch.cat(selected, 1)
 
 
 def _score(query: Tensor, weights: Tensor, table: Tensor) -> Tensor:
-    """`sum_h w_h relu(q_h . k)`: `[B, q, T + J]` in fp32."""
+    """`sum_h w_h relu(q_h . k)` for keys `table` `[B, d, T]`: `[B, q, T]` in fp32."""
     batch, count, heads, dim = query.shape
     products = torch.bmm(query.float().reshape(batch, count * heads, dim), table).relu_()
     products = products.view(batch * count, heads, -1)

@@ -37,7 +37,6 @@ def tree_attention(
     table = geometry.window_table(ring, node_kv, window)
     if ratio:
         committed = geometry.take_rows(entries[:, : geometry.committed_entries(ratio)])
-        compressed = torch.cat([committed, own_entries], 1)
     sinks = sinks.float()[:, None]
     outputs = []
     for start, stop in geometry.blocks():
@@ -47,26 +46,28 @@ def tree_attention(
         if not ratio:
             outputs.append(_attend(query[:, block], keys, bias, sinks, scaling))
         elif selected is None:
-            keys = torch.cat([keys, compressed], 1)
+            keys = torch.cat([keys, committed, own_entries], 1)
             bias = torch.cat([bias, geometry.entry_bias(ratio, start, stop)], -1)
             outputs.append(_attend(query[:, block], keys, bias, sinks, scaling))
         else:
-            picked = _gather(compressed, selected[:, block], ratio, start, stop, geometry)
+            picked = _gather(committed, own_entries, selected[:, block], ratio, start, stop, geometry)
             chosen = torch.zeros(selected[:, block].shape, device=query.device)
             chosen = chosen.masked_fill(selected[:, block] < 0, float("-inf"))
             outputs.append(_attend(query[:, block], keys, bias, sinks, scaling, picked, chosen))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
 
-def _gather(table: Tensor, selected: Tensor, ratio: int, start: int, stop: int, geometry: TreeGeometry) -> Tensor:
+def _gather(
+    committed: Tensor, own: Tensor, selected: Tensor, ratio: int, start: int, stop: int, geometry: TreeGeometry
+) -> Tensor:
     """The selected entries of each query, `[B, q, k, D]`."""
-    if geometry.closers(ratio).shape[1] == 0:
-        column = selected.clamp(min=0)
-    else:
-        committed, own = geometry.locate_entries(selected, ratio, start, stop)
-        column = torch.where(own < 0, committed, geometry.committed_entries(ratio) + own)
-    flat = (geometry.batch_index[..., None] * table.shape[1] + column).flatten()
-    return table.flatten(0, 1).index_select(0, flat).view(*column.shape, -1)
+    batch = geometry.batch_index[..., None]
+    if own.shape[1] == 0:
+        return committed[batch, selected.clamp(min=0)]
+    row, own_row = geometry.locate_entries(selected, ratio, start, stop)
+    if committed.shape[1] == 0:
+        return own[batch, own_row.clamp(min=0)]
+    return torch.where(own_row[..., None] < 0, committed[batch, row], own[batch, own_row.clamp(min=0)])
 
 
 def _attend(

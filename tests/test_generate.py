@@ -1,0 +1,243 @@
+"""`generate(tree_config=...)`: whatever is drafted, the text is the one that the oracle writes."""
+
+import copy
+import logging
+import threading
+
+import pytest
+import torch
+from oracle import assert_greedy, build_model, generator, left_pad, random_texts, tiny_config
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+import hf_treespec
+from hf_treespec import TreeCache, TreeConfig
+
+
+CHAIN = {"budget": 5, "top_k": 1}
+TREE = {"budget": 8, "depth": 4, "top_k": 3}
+LLAMA = {"vocab_size": 97, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "eos_token_id": None}
+LLAMA |= {"intermediate_size": 48, "num_key_value_heads": 2, "bos_token_id": None, "pad_token_id": None}
+V4 = {"num_hidden_layers": 1, "layer_types": ["compressed_sparse_attention"], "mlp_layer_types": ["moe"]}
+ASSISTANTS = {
+    "deepseek_v4": lambda: build_model(tiny_config(**V4), seed=3),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(sliding_window=8, **LLAMA)),
+    "qwen2": lambda: Qwen2ForCausalLM(
+        Qwen2Config(sliding_window=8, use_sliding_window=True, max_window_layers=1, **LLAMA)
+    ),
+    "gpt2": lambda: GPT2LMHeadModel(
+        GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None)
+    ),
+}
+
+
+def make_assistant(kind: str):
+    torch.manual_seed(0)
+    return ASSISTANTS[kind]().eval()
+
+
+def run(model, texts, new_tokens: int = 64, **options):
+    """Greedy decoding of a left-padded batch: the output, and the text of every row without its padding before."""
+    options = {"max_new_tokens": new_tokens, "do_sample": False, "return_dict_in_generate": True, **options}
+    inputs = left_pad(texts)
+    output = model.generate(**inputs, **options)
+    width = inputs["input_ids"].shape[1]
+    assert torch.equal(output.sequences[:, :width], inputs["input_ids"])
+    return output, [torch.cat([text, row[width:]]) for text, row in zip(texts, output.sequences)]
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return random_texts(generator(1), (23, 16, 40, 1))
+
+
+@pytest.fixture(scope="module")
+def plain(model, prompts):
+    """The texts of plain decoding, 64 new tokens; the oracle's."""
+    texts = run(model, prompts, tree_config={"budget": 1})[1]
+    assert_greedy(model, texts, [len(text) for text in prompts])
+    return texts
+
+
+@pytest.mark.parametrize("tree", [CHAIN, TREE, {"budget": 16}, {"budget": 40, "depth": 12, "top_k": 2}], ids=str)
+def test_trees_write_the_oracles_text(model, drafter, prompts, plain, tree):
+    output, texts = run(model, prompts, tree_config=tree, assistant_model=drafter)
+    assert torch.equal(torch.cat(texts), torch.cat(plain))
+    # A drafter this good is often right: several different lengths were committed.
+    assert len(output.tree_stats["accepted_lengths"]) >= 3
+    assert not hf_treespec.is_enabled(drafter)
+
+
+@pytest.mark.parametrize("kind", ASSISTANTS)
+def test_any_assistant_writes_the_oracles_text(model, prompts, plain, kind):
+    assistant = make_assistant(kind)
+    config = copy.deepcopy(assistant.generation_config)
+    for tree in (CHAIN, TREE):
+        assert torch.equal(torch.cat(run(model, prompts, tree_config=tree, assistant_model=assistant)[1]), torch.cat(plain))
+    assert assistant.generation_config == config and not assistant.training
+
+
+@pytest.mark.parametrize("budget", [2, 5, 9])
+def test_the_target_accepts_every_token_it_drafted_itself(model, prompts, plain, budget):
+    """A stale draft cache is never an error, only lost acceptance: here none may be lost."""
+    tree = TreeConfig(budget=budget, top_k=1)
+    new_tokens = 64 - 64 % budget
+    for rows in ([0, 1, 2, 3], [1]):
+        output, texts = run(model, [prompts[row] for row in rows], new_tokens, tree_config=tree, assistant_model=model)
+        assert output.tree_stats["accepted_lengths"] == {budget: len(rows) * new_tokens // budget}
+        for row, text in zip(rows, texts):
+            assert torch.equal(text, plain[row][: len(text)])
+
+
+def test_the_target_as_its_own_assistant_with_a_tree(model, prompts, plain):
+    output, texts = run(model, prompts, tree_config=TREE, assistant_model=model)
+    assert torch.equal(torch.cat(texts), torch.cat(plain))
+    # The first choice is always in the tree.
+    assert min(output.tree_stats["accepted_lengths"]) >= 2 or output.tree_stats["accepted_lengths"][1] <= len(prompts)
+    assert hf_treespec.is_enabled(model)
+
+
+@pytest.mark.parametrize("tree", [{"budget": 1}, TREE], ids=str)
+@pytest.mark.parametrize("lengths", [(17, 30), (5, 44, 31, 16, 22), range(3, 35, 2)], ids=len)
+def test_batched_rows_are_the_same_rows_alone(model, drafter, tree, lengths):
+    texts = random_texts(generator(2), lengths)
+    ends = [3, 11, 29, 47]  # tokens that end some rows early and others late or never
+    options = {"tree_config": tree, "assistant_model": drafter, "eos_token_id": ends, "pad_token_id": 0}
+    output, together = run(model, texts, 24, **options)
+    finished = set()
+    for text, row in zip(texts, together):
+        (alone,) = run(model, [text], 24, **options)[1]
+        assert torch.equal(row[: len(alone)], alone) and (row[len(alone) :] == 0).all()
+        finished.add(len(alone) - len(text))
+    assert len(finished) >= min(3, len(texts)) - 1  # they did finish at different times
+    emitted = sum(int((~torch.isin(row[len(text) :], torch.tensor([0]))).sum()) for text, row in zip(texts, together))
+    assert output.tree_stats["emitted_tokens"] == emitted
+
+
+@pytest.mark.parametrize("place", range(6))
+def test_end_of_sequence_at_any_place_of_a_block(model, prompts, plain, place):
+    new = plain[0][len(prompts[0]) :].tolist()
+    end = next(token for i, token in enumerate(new) if i >= 12 + place and token not in new[:i])
+    expected = new[: new.index(end) + 1]
+    options = {"tree_config": {"budget": 6, "top_k": 1}, "assistant_model": model}
+    for ends in (end, [end], [96 if end != 96 else 95, end]):
+        if isinstance(ends, list) and len(ends) > 1 and ends[0] in expected:
+            continue
+        output, (text,) = run(model, prompts[:1], eos_token_id=ends, **options)
+        assert text[len(prompts[0]) :].tolist() == expected
+        assert output.tree_stats["emitted_tokens"] == len(expected)
+        assert output.cache.lengths.tolist() == [len(text) - 1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_new_tokens": 13},
+        {"max_length": 31},
+        {"max_new_tokens": 40, "eos_token_id": [3, 11], "pad_token_id": 55},
+        {"max_new_tokens": 40, "eos_token_id": 11, "pad_token_id": None},
+        {"max_new_tokens": 1},
+        {"max_new_tokens": 2},
+    ],
+    ids=str,
+)
+def test_shape_end_and_padding_are_those_of_stock(model, drafter, options):
+    texts = random_texts(generator(3), (21, 21, 21, 21))
+    ids = torch.stack(texts)
+    stock = model.generate(ids, do_sample=False, **options)
+    for tree, assistant in (({"budget": 1}, None), ({"budget": 6, "top_k": 1}, model), (TREE, drafter)):
+        ours = model.generate(ids, do_sample=False, **options, tree_config=tree, assistant_model=assistant)
+        assert ours.dtype == stock.dtype and torch.equal(ours, stock)
+
+
+@pytest.mark.parametrize("lengths", [(1,), (2, 1), (3, 4, 5, 7, 8, 9)], ids=str)
+def test_short_prompts(model, drafter, lengths):
+    texts = random_texts(generator(4), lengths)
+    written = run(model, texts, 20, tree_config=TREE, assistant_model=drafter)[1]
+    assert_greedy(model, written, list(lengths))
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 64])
+def test_prefill_chunk_size(model, drafter, prompts, plain, chunk_size):
+    options = {"tree_config": TREE, "assistant_model": drafter, "prefill_chunk_size": chunk_size}
+    assert torch.equal(torch.cat(run(model, prompts, **options)[1]), torch.cat(plain))
+
+
+def test_exact_ties_are_decided_alike_everywhere(prompts):
+    """With one indexer head most scores are 0: plain decoding, trees and prefill in chunks must agree."""
+    model = hf_treespec.enable(build_model(tiny_config(index_n_heads=1, index_topk=3), seed=4))
+    texts = random_texts(generator(5), (90, 71, 33))
+    reference = run(model, texts, tree_config={"budget": 1})[1]
+    assert_greedy(model, reference, [90, 71, 33])
+    for options in (
+        {"tree_config": TREE, "assistant_model": model},
+        {"tree_config": CHAIN, "assistant_model": model, "prefill_chunk_size": 5},
+        {"tree_config": {"budget": 1}, "prefill_chunk_size": 17},
+        {"tree_config": {"budget": 30, "top_k": 4}, "assistant_model": model, "prefill_chunk_size": 50},
+    ):
+        assert torch.equal(torch.cat(run(model, texts, **options)[1]), torch.cat(reference))
+    alone = run(model, texts[:1], tree_config=TREE, assistant_model=model, prefill_chunk_size=1)[1]
+    assert torch.equal(alone[0], reference[0])
+
+
+def test_output_fields_and_stats(model, drafter, prompts):
+    options = {"tree_config": TREE, "assistant_model": drafter}
+    output = run(model, prompts, 20, **options)[0]
+    assert isinstance(output.cache, TreeCache) and output.scores is None
+    assert output.cache.lengths.tolist() == [len(text) + 19 for text in prompts]
+    stats = output.tree_stats
+    assert set(stats) == {"rounds", "emitted_tokens", "nodes", "accepted_lengths", "time"}
+    assert stats["emitted_tokens"] == 20 * 4
+    assert stats["rounds"] == sum(stats["accepted_lengths"].values())
+    assert stats["emitted_tokens"] == sum(length * times for length, times in stats["accepted_lengths"].items())
+    assert stats["rounds"] < stats["nodes"] <= 8 * stats["rounds"]
+    assert set(stats["time"]) == {"prefill", "draft", "verify", "accept", "refresh"}
+    assert all(seconds > 0 for seconds in stats["time"].values())
+    plain = model.generate(**left_pad(prompts), max_new_tokens=20, **options)
+    assert torch.equal(plain, output.sequences)
+
+
+def test_depth_from_num_assistant_tokens(model, prompts):
+    def longest(**options):
+        stats = run(model, prompts[:1], 24, assistant_model=model, **options)[0].tree_stats
+        return max(stats["accepted_lengths"])
+
+    assert longest(tree_config={"budget": 8, "top_k": 1}, num_assistant_tokens=3) == 4
+    assert longest(tree_config={"budget": 8, "top_k": 1, "depth": 2}, num_assistant_tokens=3) == 3
+    assert longest(tree_config={"budget": 4, "top_k": 1}, num_assistant_tokens=20) == 4
+    assert longest(tree_config={"budget": 8, "top_k": 1}) == 8
+
+
+def test_stock_is_untouched_without_tree_config_and_when_switched_off(model, drafter, prompts, monkeypatch, caplog):
+    ids = left_pad(prompts[:1])["input_ids"]
+    stock = model.generate(ids, max_new_tokens=9)
+    options = {"tree_config": TREE, "assistant_model": drafter, "num_assistant_tokens": 3}
+    cache = model.generate(ids, max_new_tokens=9, return_dict_in_generate=True, **options).cache
+    monkeypatch.setenv("HF_TREESPEC_DISABLE", "1")
+    with caplog.at_level(logging.WARNING):
+        off = model.generate(ids, max_new_tokens=9, return_dict_in_generate=True, **options, cache=cache)
+    assert torch.equal(off.sequences, stock) and not hasattr(off, "tree_stats")
+    assert ["HF_TREESPEC_DISABLE" in record.message for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v4", "llama"])
+def test_threads_share_a_model_and_an_assistant(model, prompts, plain, kind):
+    """Calls of different length, so that one ends, and gives the assistant back, in the middle of another."""
+    assistant, results = make_assistant(kind), {}
+
+    def work(row: int, new_tokens: int) -> None:
+        options = {"tree_config": TREE, "assistant_model": assistant}
+        try:
+            (text,) = run(model, [prompts[row]], new_tokens, **options)[1]
+            results[row] = torch.equal(text, plain[row][: len(text)])
+        except Exception as error:  # shown by the assertion below
+            results[row] = error
+
+    threads = [threading.Thread(target=work, args=pair) for pair in ((0, 4), (1, 50), (2, 20))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {0: True, 1: True, 2: True}
+    assert not hf_treespec.is_enabled(assistant)
