@@ -303,11 +303,11 @@ def fit(model, tokenizer, data, out: Path, tokens: int, seed: int, loss_function
         record = {"step": step, "loss": loss.item(), "seconds": time.time() - began}
         progress.set_postfix(loss=f"{record['loss']:.3f}", refresh=False)
         if step % SAVE_EVERY == 0 or step == steps:
+            record["load"] = [mlp.experts.load.tolist() for mlp in routers]
             with torch.no_grad(), torch.compiler.set_stance("force_eager"):
                 record["heldout"] = {
                     s: loss_function(model, ids[:, :-1], ids[:, 1:]).item() for s, ids in heldout.items()
                 }
-            record["load"] = [mlp.experts.load.tolist() for mlp in routers]
             state = {"step": step, "model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
             torch.save(state | {"rng": torch.get_rng_state()}, state_file.with_suffix(".tmp"))
             state_file.with_suffix(".tmp").rename(state_file)

@@ -23,13 +23,15 @@ class TreeAttention(stock.DeepseekV4Attention):
                 hidden_states, position_embeddings, position_ids, attention_mask, cache=cache, **kwargs
             )
         batch, count, _ = hidden_states.shape
-        cos, sin = position_embeddings[self.rope_layer_type]
         geometry = cache.open_fork.geometry(hidden_states.device)
+        rope = position_embeddings[self.rope_layer_type]
+        angle = geometry.memo(("angle", self.rope_layer_type), lambda: _angle(rope))  # [B, Q, R / 2]
+        inverse = geometry.memo(("inverse", self.rope_layer_type), lambda: angle.conj().resolve_conj()[:, :, None])
 
         q_residual = self.q_a_norm(self.q_a_proj(hidden_states))
         query = self.q_b_norm(self.q_b_proj(q_residual).view(batch, count, -1, self.head_dim))
-        query = ops.rotate(query, cos[:, :, None], sin[:, :, None])  # [B, Q, H, D]
-        kv = ops.rotate(self.kv_norm(self.kv_proj(hidden_states)), cos, sin)
+        query = ops.rotate_(query, angle[:, :, None])  # [B, Q, H, D]
+        kv = ops.rotate_(self.kv_norm(self.kv_proj(hidden_states)), angle)
         ring, node_kv = cache.window(self.layer_idx, kv)  # [rows, R, D], [B, N, D]
 
         compressed = {}
@@ -40,9 +42,14 @@ class TreeAttention(stock.DeepseekV4Attention):
         output = ops.tree_attention(
             query, node_kv, ring, self.sinks, self.sliding_window, self.scaling, geometry, **compressed
         )
-        output = ops.rotate(output, cos[:, :, None], sin[:, :, None], inverse=True)
+        output = ops.rotate_(output, inverse)
         grouped = self.o_a_proj(output.reshape(batch, count, self.config.o_groups, -1)).flatten(2)
         return self.o_b_proj(grouped), None
+
+
+def _angle(rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Half-sized `(cos, sin)` of a rotary embedding as unit complex numbers in fp32."""
+    return torch.complex(*(part.float() for part in rope))
 
 
 def _close_entries(module, name: str, hidden_states: Tensor, cache: TreeCache, layer_idx: int) -> Tensor:
@@ -55,9 +62,9 @@ def _close_entries(module, name: str, hidden_states: Tensor, cache: TreeCache, l
     if closers.shape[1] == 0:
         return fork.append(layer_idx, name + ".entries", projections.new_zeros(len(closers), 0, module.head_dim))
 
-    def rope() -> tuple[Tensor, Tensor]:
+    def angle() -> Tensor:
         first = geometry.positions.gather(1, closers.clamp(min=0)) // state.ratio * state.ratio
-        return module.rotary_emb(hidden_states, position_ids=first, layer_type=module.rope_layer_type)
+        return _angle(module.rotary_emb(hidden_states, position_ids=first, layer_type=module.rope_layer_type))
 
     with align_module_device(module.kv_norm):
         norm = (module.kv_norm.weight, module.kv_norm.variance_epsilon)
@@ -66,7 +73,7 @@ def _close_entries(module, name: str, hidden_states: Tensor, cache: TreeCache, l
             projections,
             module.position_bias,
             norm,
-            geometry.memo(("entry_rope", state.ratio), rope),
+            geometry.memo(("entry_angle", state.ratio), angle),
             geometry,
         )
     return fork.append(layer_idx, name + ".entries", entries)
@@ -103,11 +110,12 @@ class TreeIndexer(stock.DeepseekV4Indexer):
         if geometry.entry_columns(self.compress_rate) <= self.index_topk:
             return None
         batch, count, _ = hidden_states.shape
-        cos, sin = geometry.memo(
-            "query_rope", lambda: self.rotary_emb(hidden_states, position_ids, layer_type=self.rope_layer_type)
+        angle = geometry.memo(
+            ("angle", self.rope_layer_type),
+            lambda: _angle(self.rotary_emb(hidden_states, position_ids, layer_type=self.rope_layer_type)),
         )
         query = self.q_b_proj(q_residual).view(batch, count, -1, self.head_dim)
-        query = ops.rotate(query, cos[:, :, None], sin[:, :, None]).float() * self.scorer.softmax_scale
+        query = ops.rotate_(query, angle[:, :, None]).float() * self.scorer.softmax_scale
         weights = self.scorer.weights_proj(hidden_states).float() * self.scorer.weights_scaling
         entries = cache.layers[layer_idx].streams["indexer"].entries
         return ops.index_topk(query, weights, entries, own, self.index_topk, self.compress_rate, geometry)

@@ -224,7 +224,7 @@ def draw(current: Round, tokenizer) -> Tree:
     tokens, parents, valid = tree.tokens[0].tolist(), tree.parents[0].tolist(), tree.valid[0].tolist()
     accepted = len(current.path) - 1
     title = (
-        f"One round: {sum(valid)} nodes verified in one forward, {accepted} drafted tokens accepted, 1 bonus token\n"
+        f"One round: {sum(valid)} nodes verified in one forward, drafts accepted: {accepted}, bonus: 1\n"
         f"[bold]{show(tokens[0])}[/] [dim]root, position {current.position}[/]"
     )
     branches = {0: Tree(title)}

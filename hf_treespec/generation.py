@@ -3,7 +3,9 @@
 import inspect
 import logging
 import os
+import threading
 import time
+import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -98,6 +100,8 @@ def generate(model, *args, **kwargs):
     if os.environ.get("HF_TREESPEC_DISABLE") == "1":
         logger.warning("HF_TREESPEC_DISABLE=1: `tree_config` and `assistant_model` are dropped, decoding is stock.")
         kwargs.pop("assistant_model", None)
+        if isinstance(kwargs.get("cache"), TreeCache):
+            del kwargs["cache"]
         return type(model).generate(model, *args, **kwargs)
     if not isinstance(tree_config, TreeConfig):
         tree_config = TreeConfig.from_dict(tree_config)
@@ -115,6 +119,11 @@ def generate(model, *args, **kwargs):
         arguments.pop(name, None)
     with drafting.assistant_enabled():
         return GenerationMixin.generate(model, **arguments, custom_generate=partial(decode, drafting=drafting))
+
+
+# Calls that use an assistant which they enabled themselves.
+_borrowers: "weakref.WeakKeyDictionary[torch.nn.Module, int]" = weakref.WeakKeyDictionary()
+_borrowing = threading.Lock()
 
 
 class _Drafting:
@@ -136,16 +145,23 @@ class _Drafting:
 
     @contextmanager
     def assistant_enabled(self):
-        """A DeepSeek-V4 assistant is enabled for the call."""
+        """A DeepSeek-V4 assistant is enabled for the call; of calls that overlap in threads, the last one disables."""
         assistant = self.assistant_model
-        foreign = assistant is not None and assistant.config.model_type == "deepseek_v4" and not is_enabled(assistant)
-        if foreign:
-            enable(assistant)
+        borrowed = assistant is not None and assistant.config.model_type == "deepseek_v4"
+        with _borrowing:
+            borrowed = borrowed and (assistant in _borrowers or not is_enabled(assistant))
+            if borrowed:
+                enable(assistant)
+                _borrowers[assistant] = _borrowers.get(assistant, 0) + 1
         try:
             yield
         finally:
-            if foreign:
-                disable(assistant)
+            if borrowed:
+                with _borrowing:
+                    _borrowers[assistant] -= 1
+                    if not _borrowers[assistant]:
+                        del _borrowers[assistant]
+                        disable(assistant)
 
     def generator(self, rows: int) -> TreeCandidateGenerator:
         """The drafter of this call."""
@@ -165,6 +181,8 @@ def decode(
     model itself would have written, and commits it. Rows leave as they finish.
     """
     check_prepared(logits_processor, stopping_criteria)
+    # Without a mask transformers makes one, in which every pad token is padding, wherever it stands.
+    check_inputs(input_ids, model_kwargs.get("attention_mask"), model.config.vocab_size)
     batch, width = input_ids.shape
     config = drafting.tree_config
     tokens, lengths = (x.to(device_of(model)) for x in left_align(input_ids, model_kwargs.get("attention_mask")))

@@ -98,7 +98,7 @@ def check_inputs(input_ids: Any, attention_mask: Any, vocab_size: int) -> None:
     if (mask[:, :-1] & ~mask[:, 1:]).any():
         raise ValueError(
             "`attention_mask` has zeros behind a real token; prompts must be left-padded: set "
-            "`tokenizer.padding_side = 'left'`."
+            "`tokenizer.padding_side = 'left'`. (Without a mask every pad token counts as padding: then pass one.)"
         )
 
 

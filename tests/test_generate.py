@@ -73,8 +73,8 @@ def test_trees_write_the_oracles_text(model, drafter, prompts, plain, tree):
 def test_any_assistant_writes_the_oracles_text(model, prompts, plain, kind):
     assistant = make_assistant(kind)
     config = copy.deepcopy(assistant.generation_config)
-    for tree in (CHAIN, TREE):
-        assert torch.equal(torch.cat(run(model, prompts, tree_config=tree, assistant_model=assistant)[1]), torch.cat(plain))
+    texts = run(model, prompts, tree_config=TREE, assistant_model=assistant)[1]
+    assert torch.equal(torch.cat(texts), torch.cat(plain))
     assert assistant.generation_config == config and not assistant.training
 
 
@@ -98,21 +98,23 @@ def test_the_target_as_its_own_assistant_with_a_tree(model, prompts, plain):
     assert hf_treespec.is_enabled(model)
 
 
-@pytest.mark.parametrize("tree", [{"budget": 1}, TREE], ids=str)
-@pytest.mark.parametrize("lengths", [(17, 30), (5, 44, 31, 16, 22), range(3, 35, 2)], ids=len)
-def test_batched_rows_are_the_same_rows_alone(model, drafter, tree, lengths):
+@pytest.mark.parametrize(
+    ("tree", "lengths", "new_tokens"),
+    [({"budget": 1}, (17, 30), 24), (TREE, (5, 44, 31, 16, 22), 24), (TREE, range(3, 35, 2), 8)],
+    ids=["2", "5", "16"],
+)
+def test_batched_rows_are_the_same_rows_alone(model, drafter, tree, lengths, new_tokens):
     texts = random_texts(generator(2), lengths)
     ends = [3, 11, 29, 47]  # tokens that end some rows early and others late or never
     options = {"tree_config": tree, "assistant_model": drafter, "eos_token_id": ends, "pad_token_id": 0}
-    output, together = run(model, texts, 24, **options)
-    finished = set()
+    output, together = run(model, texts, new_tokens, **options)
+    emitted = []
     for text, row in zip(texts, together):
-        (alone,) = run(model, [text], 24, **options)[1]
+        (alone,) = run(model, [text], new_tokens, **options)[1]
         assert torch.equal(row[: len(alone)], alone) and (row[len(alone) :] == 0).all()
-        finished.add(len(alone) - len(text))
-    assert len(finished) >= min(3, len(texts)) - 1  # they did finish at different times
-    emitted = sum(int((~torch.isin(row[len(text) :], torch.tensor([0]))).sum()) for text, row in zip(texts, together))
-    assert output.tree_stats["emitted_tokens"] == emitted
+        emitted.append(len(alone) - len(text))
+    assert len(set(emitted)) >= 2  # they did finish at different times
+    assert output.tree_stats["emitted_tokens"] == sum(emitted)
 
 
 @pytest.mark.parametrize("place", range(6))
@@ -145,9 +147,10 @@ def test_end_of_sequence_at_any_place_of_a_block(model, prompts, plain, place):
 def test_shape_end_and_padding_are_those_of_stock(model, drafter, options):
     texts = random_texts(generator(3), (21, 21, 21, 21))
     ids = torch.stack(texts)
-    stock = model.generate(ids, do_sample=False, **options)
+    options = {**options, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    stock = model.generate(ids, **options)
     for tree, assistant in (({"budget": 1}, None), ({"budget": 6, "top_k": 1}, model), (TREE, drafter)):
-        ours = model.generate(ids, do_sample=False, **options, tree_config=tree, assistant_model=assistant)
+        ours = model.generate(ids, **options, tree_config=tree, assistant_model=assistant)
         assert ours.dtype == stock.dtype and torch.equal(ours, stock)
 
 
@@ -168,16 +171,15 @@ def test_exact_ties_are_decided_alike_everywhere(prompts):
     """With one indexer head most scores are 0: plain decoding, trees and prefill in chunks must agree."""
     model = hf_treespec.enable(build_model(tiny_config(index_n_heads=1, index_topk=3), seed=4))
     texts = random_texts(generator(5), (90, 71, 33))
-    reference = run(model, texts, tree_config={"budget": 1})[1]
+    reference = run(model, texts, 40, tree_config={"budget": 1})[1]
     assert_greedy(model, reference, [90, 71, 33])
     for options in (
-        {"tree_config": TREE, "assistant_model": model},
+        {"tree_config": TREE, "assistant_model": model, "prefill_chunk_size": 50},
         {"tree_config": CHAIN, "assistant_model": model, "prefill_chunk_size": 5},
         {"tree_config": {"budget": 1}, "prefill_chunk_size": 17},
-        {"tree_config": {"budget": 30, "top_k": 4}, "assistant_model": model, "prefill_chunk_size": 50},
     ):
-        assert torch.equal(torch.cat(run(model, texts, **options)[1]), torch.cat(reference))
-    alone = run(model, texts[:1], tree_config=TREE, assistant_model=model, prefill_chunk_size=1)[1]
+        assert torch.equal(torch.cat(run(model, texts, 40, **options)[1]), torch.cat(reference))
+    alone = run(model, texts[:1], 40, tree_config=TREE, assistant_model=model, prefill_chunk_size=1)[1]
     assert torch.equal(alone[0], reference[0])
 
 

@@ -18,6 +18,8 @@ def accept(tokens: Tensor, paths: Tensor, valid: Tensor, predicted: Tensor) -> t
         is also the number of tokens emitted: the accepted drafts and one bonus token.
     """
     batch, count, width = paths.shape
+    if count == 1:
+        return paths[:, 0], paths.new_ones(batch)
     depth = torch.arange(width, device=tokens.device)
     depths = depth.masked_fill(paths < 0, 0).amax(-1)
     parents = paths.gather(2, (depths - 1).clamp(min=0)[..., None])[..., 0].clamp(min=0)

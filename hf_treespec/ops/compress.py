@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .geometry import TreeGeometry
-from .rotary import rotate
+from .rotary import rotate_
 
 
 def compress(
@@ -12,7 +12,7 @@ def compress(
     nodes: Tensor,
     position_bias: Tensor,
     norm: tuple[Tensor, float],
-    rope: tuple[Tensor, Tensor],
+    angle: Tensor,
     geometry: TreeGeometry,
 ) -> Tensor:
     """Entries closed by the query nodes, each pooled from its own path.
@@ -26,7 +26,7 @@ def compress(
         nodes: projections of all nodes of the round, `[B, N, 2 C]`.
         position_bias: `[m, C]`, added to the gate.
         norm: weight `[d]` and epsilon of the RMSNorm that follows.
-        rope: `(cos, sin)` at the entries' first positions, each `[B, J, r / 2]`.
+        angle: RoPE at the entries' first positions, `cos + i sin`, `[B, J, r / 2]`.
         geometry: of this round; its new closers of ratio m are the `J` entries to make.
 
     Returns:
@@ -48,7 +48,7 @@ def compress(
     pooled = (kv * gate.softmax(2).to(kv.dtype)).sum(2)
     variance = pooled.float().square().mean(-1, keepdim=True)
     normed = (weight * (pooled.float() * torch.rsqrt(variance + epsilon))).to(pooled.dtype)
-    return rotate(normed, *rope)
+    return rotate_(normed, angle)
 
 
 def _share(gathered: Tensor, halves: int, ratio: int, dim: int) -> Tensor:

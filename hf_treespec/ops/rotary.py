@@ -4,16 +4,20 @@ import torch
 from torch import Tensor
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
-    """Rotates the last `2 * cos.shape[-1]` channels of `x`, pairs of neighbours by one angle, in fp32.
+def rotate_(x: Tensor, angle: Tensor) -> Tensor:
+    """Rotates, in place and in fp32, the last `2 * angle.shape[-1]` channels of `x`, pairs of neighbours by one angle.
 
     Args:
-        x: `[..., D]`.
-        cos, sin: half-sized, broadcastable to `[..., R / 2]`.
-        inverse: rotate back (by minus the angle).
+        x: `[..., D]`, freshly computed by the caller.
+        angle: unit complex numbers `cos + i sin`, broadcastable to `[..., R / 2]`; the conjugate rotates back.
+
+    Returns:
+        `x`.
     """
-    size = 2 * cos.shape[-1]
-    angle = torch.complex(cos.float(), -sin.float() if inverse else sin.float())
-    pairs = torch.view_as_complex(x[..., -size:].float().unflatten(-1, (-1, 2)))
-    rotated = torch.view_as_real(pairs * angle).flatten(-2).to(x.dtype)
-    return torch.cat([x[..., :-size], rotated], -1)
+    rope = x[..., -2 * angle.shape[-1] :]
+    if x.dtype == torch.float32:
+        torch.view_as_complex(rope.unflatten(-1, (-1, 2))).mul_(angle)
+    else:
+        pairs = torch.view_as_complex(rope.float().unflatten(-1, (-1, 2)))
+        rope.copy_(torch.view_as_real(pairs * angle).flatten(-2))
+    return x
