@@ -1,19 +1,17 @@
 """Train the tiny DeepSeek-V4 pair that `hf_treespec` ships: a target with every V4 mechanism and a one-layer draft.
 
-DATA holds `*.txt` files named as in `MIX`: documents that end with DeepSeek's end-of-sentence marker, chats written as
-`<｜User｜>...<｜Assistant｜>...`. All is seeded; `target` and `draft` resume when run again. On two CPU cores, in order:
+DATA holds `*.txt` files named as in `MIX`: documents that end with DeepSeek's end-of-sentence marker, chats written
+as `<｜User｜>...<｜Assistant｜>...`. All is seeded; `target` and `draft` resume when run again. In order, on 2 cores:
 
     python train_tiny.py tokenizer --data DATA --out RUN/tokenizer
     python train_tiny.py target --data DATA --out RUN/target --tokenizer RUN/tokenizer --tokens 10500000
     python train_tiny.py answers --data DATA --out RUN/answers.json --target RUN/target/latest --minutes 5
     python train_tiny.py draft --data DATA --out RUN/draft --target RUN/target/latest --answers RUN/answers.json \\
         --tokens 6000000
-    python train_tiny.py report --model RUN/target/latest gsm8k.jsonl mbpp.jsonl mt_bench.jsonl
 """
 
 import json
 import math
-import os
 import random
 import re
 import shutil
@@ -39,11 +37,11 @@ CHAT_TEMPLATE = (
     "{% elif message['role'] == 'assistant' %}<｜Assistant｜>{{ message['content'] + eos_token }}"
     "{% else %}{{ message['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}<｜Assistant｜>{% endif %}"
 )
-# Relative share of the training tokens: files of DATA, documents generated from them, the target's answers (draft only).
+# Relative shares of the training tokens: files of DATA, documents made from them, the target's answers (draft only).
 MIX = {"math_gsm8k_train_chat": 0.44, "code_mbpp_train": 0.15, "math_synthetic": 0.06, "code_python_stdlib": 0.12}
 MIX |= {"docs_python": 0.05, "prose_standardebooks": 0.05, "instructions": 0.09, "echo": 0.04, "answers": 0.6}
 BATCH_TOKENS, LENGTH, PEAK_LR, WARMUP, SAVE_EVERY = 4096, 512, 4e-3, 100, 250
-KEEP_AT = (2, 5, 12, 30, 60, 100)  # per cent of the training at which to keep a copy
+LOOPS_FROM, KEEP_AT = 0.55, (0.02, 0.05, 0.12, 0.3, 0.6, 1)  # shares of the training
 
 # fmt: off
 TARGET = {
@@ -195,7 +193,7 @@ ExpertsInterface.register("dense", dense_experts)
 
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalised momentum (Jordan et al., 2024), for stacks of matrices too; updates scaled to the RMS of Adam's."""
+    """Orthogonalised momentum (Jordan et al., 2024), also of stacked matrices; updates with the RMS of Adam's."""
 
     @torch.no_grad()
     def step(self):
@@ -241,9 +239,25 @@ def logits_of(model: DeepseekV4ForCausalLM, ids: torch.Tensor) -> torch.Tensor:
     return model(ids, attention_mask={"windowed": torch.zeros(*ids.shape, 0).unsqueeze(1)}, use_cache=False).logits
 
 
+def add_loops(ids: torch.Tensor, labels: torch.Tensor, rng: random.Random):
+    """Make one row in eight end in a loop and negate the labels there: what greedy decoding should not fall into."""
+    for row, label in zip(ids[::8], labels[::8]):
+        start, period = (
+            rng.randrange(len(row) // 2, len(row) - 64),
+            rng.choice([1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32]),
+        )
+        row[start:] = row[start - period : start].repeat(len(row) // period)[: len(row) - start]
+        label[start:] = ~row[start:]
+        label[start : start + max(period, 8)] = PAD_ID
+
+
 @torch.compile(dynamic=False)
-def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=PAD_ID)
+def likelihood(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy, but -log(1 - p) where the label is negated (unlikelihood, Welleck et al., 2019)."""
+    tokens = labels.where(labels >= 0, ~labels).unsqueeze(-1)
+    log_p = logits.float().log_softmax(-1).gather(-1, tokens).squeeze(-1)
+    loss = torch.where(labels >= 0, -log_p, -torch.log1p(-log_p.exp().clamp(max=0.9999)))
+    return (loss * (labels != PAD_ID)).sum() / ((labels >= 0) & (labels != PAD_ID)).sum()
 
 
 @torch.compile(dynamic=False)
@@ -253,19 +267,18 @@ def divergence(logits: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor
     return ((log_p.exp() * (log_p - log_q)).sum(-1) * (labels != PAD_ID)).sum() / (labels != PAD_ID).sum()
 
 
-def fit(model, tokenizer, data, out: Path, tokens: int, seed: int, loss_function):
+def fit(model, tokenizer, data, out: Path, tokens: int, seed: int, loss_function, loops: bool = False):
     """AdamW and Muon, cosine schedule; resumes from `<out>/state.pt` and exports to `<out>/latest` as it goes."""
     out.mkdir(parents=True, exist_ok=True)
-    (out.parent / "train.pid").write_text(f"{os.getpid()}\n")
     train, heldout = (encode(tokenizer, documents) for documents in data)
     for source, rows in heldout.items():  # a document a row, as the model sees a chat prompt
         heldout[source] = torch.tensor([d + [PAD_ID] * (LENGTH + 1 - len(d)) for d in rows[:16]])
-    parameters = {True: [], False: []}
+    matrices, others = [], []
     for name, p in model.named_parameters():
-        is_matrix = p.ndim > 1 and min(p.shape[-2:]) > 8
-        parameters[is_matrix and not re.search("embed_tokens|lm_head|position_bias|hc", name)].append(p)
-    adamw = torch.optim.AdamW(parameters[False], lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
-    optimizers = [adamw, Muon(parameters[True], {"lr": PEAK_LR})]
+        small = p.ndim == 1 or min(p.shape[-2:]) <= 8 or re.search("embed_tokens|lm_head|position_bias|hc", name)
+        (others if small else matrices).append(p)
+    adamw = torch.optim.AdamW(others, lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
+    optimizers = [adamw, Muon(matrices, {"lr": PEAK_LR})]
     routers = [layer.mlp for layer in model.model.layers if not layer.mlp.is_hash]
 
     state_file, start = out / "state.pt", 0
@@ -278,7 +291,7 @@ def fit(model, tokenizer, data, out: Path, tokens: int, seed: int, loss_function
             optimizer.load_state_dict(saved)
 
     steps = tokens // BATCH_TOKENS
-    exports = {round(steps * percent / 100): f"at-{percent:03}" for percent in KEEP_AT}
+    exports = {round(steps * share): f"at-{100 * share:.0f}" for share in KEEP_AT}
     # one batch in four has rows twice as long, for the layers whose entries only count at a distance
     packers = [Packer(train, length, seed + i) for i, length in enumerate((LENGTH, 2 * LENGTH))]
     progress = tqdm(range(1, steps + 1), mininterval=10)
@@ -288,8 +301,11 @@ def fit(model, tokenizer, data, out: Path, tokens: int, seed: int, loss_function
         if step <= start:  # only replays the order of the data
             continue
         began, lr = time.time(), PEAK_LR * min(step / WARMUP, 0.505 + 0.5 * math.cos(math.pi * (step - 1) / steps))
+        labels = ids.clone()
+        if loops and step > LOOPS_FROM * steps:
+            add_loops(ids, labels, random.Random(step))
         with torch.autocast("cpu", torch.bfloat16):
-            loss = loss_function(model, ids[:, :-1], ids[:, 1:])
+            loss = loss_function(model, ids[:, :-1], labels[:, 1:])
         (loss + sum(getattr(layer.self_attn, "indexer_loss", 0.0) for layer in model.model.layers)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
@@ -305,9 +321,8 @@ def fit(model, tokenizer, data, out: Path, tokens: int, seed: int, loss_function
         if step % SAVE_EVERY == 0 or step == steps:
             record["load"] = [mlp.experts.load.tolist() for mlp in routers]
             with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-                record["heldout"] = {
-                    s: loss_function(model, ids[:, :-1], ids[:, 1:]).item() for s, ids in heldout.items()
-                }
+                losses = {source: loss_function(model, x[:, :-1], x[:, 1:]) for source, x in heldout.items()}
+            record["heldout"] = {source: loss.item() for source, loss in losses.items()}
             state = {"step": step, "model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
             torch.save(state | {"rng": torch.get_rng_state()}, state_file.with_suffix(".tmp"))
             state_file.with_suffix(".tmp").rename(state_file)
@@ -338,12 +353,6 @@ def load(folder: Path) -> tuple[DeepseekV4ForCausalLM, PreTrainedTokenizerFast]:
     return DeepseekV4ForCausalLM.from_pretrained(folder).eval(), PreTrainedTokenizerFast.from_pretrained(folder)
 
 
-def greedy(model, tokenizer, prompts: list[str], new_tokens: int) -> list[list[int]]:
-    """Greedy answers to prompts of one length in tokens: the compressors of V4 read padding, so there may be none."""
-    ids = tokenizer(prompts, add_special_tokens=False, return_tensors="pt")["input_ids"]
-    return model.generate(ids, max_new_tokens=new_tokens, do_sample=False)[:, ids.shape[1] :].tolist()
-
-
 app = typer.Typer(help=__doc__, rich_markup_mode=None, add_completion=False)
 Data = Annotated[Path, typer.Option(help="folder of *.txt training files")]
 Out = Annotated[Path, typer.Option(help="what to write: a folder, or the file of `answers`")]
@@ -361,13 +370,12 @@ def tokenizer(data: Data, out: Out):
     bpe.decoder = decoders.ByteLevel()
     markers = re.compile("|".join(map(re.escape, SPECIAL_TOKENS)))
     texts = (part for texts in read_documents(data)[0].values() for t in texts for part in markers.split(t))
-    options = {"special_tokens": SPECIAL_TOKENS, "initial_alphabet": byte_level.alphabet()}
-    bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=4096, **options))
-    markers = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD, "extra_special_tokens": [USER, ASSISTANT]}
-    options = {"padding_side": "left", "model_max_length": 4096, "clean_up_tokenization_spaces": False}
-    PreTrainedTokenizerFast(tokenizer_object=bpe, chat_template=CHAT_TEMPLATE, **markers, **options).save_pretrained(
-        out
-    )
+    alphabet = byte_level.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=4096, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet)
+    bpe.train_from_iterator(texts, trainer)
+    options = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD, "extra_special_tokens": [USER, ASSISTANT]}
+    options |= {"chat_template": CHAT_TEMPLATE, "padding_side": "left", "model_max_length": 4096}
+    PreTrainedTokenizerFast(tokenizer_object=bpe, **options).save_pretrained(out)
 
 
 @app.command()
@@ -377,23 +385,25 @@ def target(data: Data, out: Out, tokenizer: Folder, tokens: Tokens, seed: int = 
     model = prepare(build(DeepseekV4Config(vocab_size=len(tokenizer), **TARGET), seed))
 
     def loss(model, ids, labels):
-        return cross_entropy(logits_of(model, ids), labels)
+        return likelihood(logits_of(model, ids), labels)
 
-    fit(model, tokenizer, documents(data, seed), out, tokens, seed, loss)
+    fit(model, tokenizer, documents(data, seed), out, tokens, seed, loss, loops=True)
 
 
 @app.command()
 def answers(data: Data, out: Out, target: Folder, minutes: float = 5.0, seed: int = 0):
     """The target's own greedy answers to training prompts, for the draft to learn from."""
     (model, tokenizer), (train, _) = load(target), documents(data, seed)
-    by_length, texts, deadline = {}, [], time.time() + 60 * minutes
+    groups, texts, deadline = {}, [], time.time() + 60 * minutes
     for source in ("math_gsm8k_train_chat", "code_mbpp_train", "instructions"):
         for prompt in sorted({BOS + document.split(ASSISTANT)[0] + ASSISTANT for document in train[source]}):
-            by_length.setdefault((source, len(tokenizer.encode(prompt))), []).append(prompt)
-    groups = [prompts[:48] for prompts in by_length.values() if len(prompts) >= 4]
+            groups.setdefault((source, len(tokenizer.encode(prompt))), []).append(prompt)
+    # prompts of one length in tokens at a time: the compressors of V4 would read padding
+    groups = [prompts for prompts in groups.values() if len(prompts) >= 8]
     for prompts in tqdm(random.Random(seed).sample(groups, len(groups))):
-        answered = tokenizer.batch_decode(greedy(model, tokenizer, prompts, new_tokens=160))
-        texts += [(prompt + a).removeprefix(BOS).split(EOS)[0] for prompt, a in zip(prompts, answered, strict=True)]
+        ids = tokenizer(prompts[:48], add_special_tokens=False, return_tensors="pt")["input_ids"]
+        answered = tokenizer.batch_decode(model.generate(ids, max_new_tokens=160, do_sample=False))
+        texts += [text.removeprefix(BOS).split(EOS)[0] for text in answered]
         if time.time() > deadline:
             break
     out.write_text(json.dumps(texts, ensure_ascii=False, indent=0), encoding="utf-8")
@@ -413,27 +423,6 @@ def draft(data: Data, out: Out, target: Folder, tokens: Tokens, answers: Folder 
         return divergence(logits_of(model, ids), logits_of(teacher, ids), labels)
 
     fit(model, tokenizer, (train, heldout), out, tokens, seed, loss)
-
-
-@app.command()
-def report(model: Folder, prompts: list[Path], number: int = 20, new_tokens: int = 128):
-    """Greedy answers to the prompts (JSON lines with `turns`), and the share of tokens inside a repeated 8-gram."""
-    model, tokenizer = load(model)
-    for file in prompts:
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line][:number]
-        repeated = total = 0
-        for i, row in enumerate(tqdm(rows, desc=file.stem)):
-            chat = [{"role": "user", "content": row["turns"][0]}]
-            prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-            (answer,) = greedy(model, tokenizer, [prompt], new_tokens)
-            seen, inside = set(), set()
-            for start in range(len(answer) - 7):
-                inside |= set(range(start, start + 8)) if (gram := tuple(answer[start : start + 8])) in seen else set()
-                seen.add(gram)
-            repeated, total = repeated + len(inside), total + len(answer)
-            if i < 2:
-                print(prompt + tokenizer.decode(answer), "-" * 80, sep="\n")
-        print(f"{file.stem}: {total} new tokens, {repeated / total:.1%} of them inside a repeated 8-gram")
 
 
 if __name__ == "__main__":

@@ -100,7 +100,9 @@ class TreeCache(ForkableCache):
         device: device of `lengths` and `token_ids`. Layer state is allocated where the layer runs.
     """
 
-    def __init__(self, config, rows: int, spare: int = DEFAULT_SPARE, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self, config, rows: int, spare: int = DEFAULT_SPARE, device: torch.device | str | None = None
+    ) -> None:
         layers = [TreeCacheLayer(config, layer_type) for layer_type in config.layer_types]
         super().__init__(layers, rows, spare, device)
         self.shape = _shape(config)

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+
 CONFIG_NAME = "tree_config.json"
 BACKENDS = ("auto", "torch")
 DRAFTERS = ("auto", "assistant")

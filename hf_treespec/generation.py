@@ -47,10 +47,10 @@ class TreeStats:
     accepted_lengths: dict[int, int] = field(default_factory=dict)
     time: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("prefill", *PHASES), 0.0))
 
-    def count(self, rows: list[int], lengths: list[int], nodes: int) -> None:
-        """Adds a round: tokens emitted by each of the physical `rows`, nodes verified in each."""
+    def count(self, rows: list[int], lengths: list[int], nodes: list[int]) -> None:
+        """Adds a round: tokens emitted by each of the physical `rows`, nodes verified in each (no padding nodes)."""
         self.rounds += len(lengths)
-        self.nodes += nodes * len(lengths)
+        self.nodes += sum(nodes)
         self.emitted_tokens += sum(lengths)
         for length in lengths:
             self.accepted_lengths[length] = self.accepted_lengths.get(length, 0) + 1
@@ -229,11 +229,12 @@ def decode_rows(
     output = torch.full((batch, limit + 1), 0 if pad is None else int(pad), device=device)
     roots = tokens.gather(1, lengths[:, None] - 1)[:, 0]
     live, counts = torch.arange(batch, device=device), torch.zeros(batch, dtype=torch.long, device=device)
-    longest = [0] * batch
-    while len(live):
-        rows, live_rows = (None if len(live) == batch else live), live.tolist()
+    # On the host: the rows still decoding, and tokens written per row.
+    live_rows, written = list(range(batch)), [0] * batch
+    while live_rows:
+        rows = None if len(live_rows) == batch else live
         with stats.timed("draft"):
-            deepest = limit - min(longest[row] for row in live_rows) - 1
+            deepest = limit - min(written[row] for row in live_rows) - 1
             tree = generator.propose(rows, roots, min(depth, deepest))
         with cache.fork(tree, rows) as fork:
             with stats.timed("verify"):
@@ -250,17 +251,19 @@ def decode_rows(
             output[live[:, None], place] = emitted
             counts = counts.index_add(0, live, accepted)
             roots = emitted.gather(1, accepted[:, None] - 1)[:, 0]
-            on_host, done = torch.stack([accepted, finished.long()]).tolist()
-        stats.count(live_rows, on_host, tree.tokens.shape[1])
+            on_host, done, nodes = torch.stack([accepted, finished.long(), tree.valid.sum(1)]).tolist()
+        stats.count(live_rows, on_host, nodes)
         for row, count in zip(live_rows, on_host):
-            longest[row] += count
+            written[row] += count
         if all(done):
             break
         with stats.timed("draft"):
             generator.update(path, accepted, predicted)
         if any(done):
-            live, roots = live[~finished], roots[~finished]
-    return output[:, : max(longest)]
+            kept = [place for place, end_of_row in enumerate(done) if not end_of_row]
+            live_rows = [live_rows[place] for place in kept]
+            live, roots = live[kept], roots[kept]
+    return output[:, : max(written)]
 
 
 def _stop(emitted: Tensor, accepted: Tensor, remaining: Tensor, end: Tensor | None) -> tuple[Tensor, Tensor]:

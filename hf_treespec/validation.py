@@ -82,7 +82,9 @@ def check_inputs(input_ids: Any, attention_mask: Any, vocab_size: int) -> None:
         shape = f"of shape {list(input_ids.shape)}" if isinstance(input_ids, Tensor) else type(input_ids).__name__
         raise ValueError(f"`input_ids` must be a tensor `[batch, tokens]`, not {shape}.")
     if input_ids.numel() == 0:
-        raise ValueError(f"`input_ids` of shape {list(input_ids.shape)} holds an empty prompt; pass at least one token.")
+        raise ValueError(
+            f"`input_ids` of shape {list(input_ids.shape)} holds an empty prompt; pass at least one token."
+        )
     if input_ids.is_floating_point():
         raise ValueError(f"`input_ids` must hold token ids, not {input_ids.dtype}.")
     if int(input_ids.min()) < 0 or int(input_ids.max()) >= vocab_size:
@@ -90,7 +92,9 @@ def check_inputs(input_ids: Any, attention_mask: Any, vocab_size: int) -> None:
     if attention_mask is None:
         return
     if attention_mask.shape != input_ids.shape:
-        raise ValueError(f"`attention_mask` {list(attention_mask.shape)} must match `input_ids` {list(input_ids.shape)}.")
+        raise ValueError(
+            f"`attention_mask` {list(attention_mask.shape)} must match `input_ids` {list(input_ids.shape)}."
+        )
     mask = attention_mask.bool()
     empty = (~mask.any(1)).nonzero()[:, 0].tolist()
     if empty:

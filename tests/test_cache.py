@@ -140,7 +140,7 @@ def test_growth_between_the_levels_of_a_round(model):
     with torch.no_grad(), cache.fork(tree) as fork:
         logits = [model(**fork.model_inputs()).logits]
         capacity = cache.capacity
-        for level in range(9):
+        for _ in range(9):
             parents = torch.full((2, 1), tree.tokens.shape[1] - 1)
             tokens = torch.randint(1, 97, (2, 1), generator=rng)
             tree = tree.grow(tokens, parents, torch.ones(2, 1, dtype=torch.bool))

@@ -133,7 +133,9 @@ def _write(path: Path, rows: list[dict]) -> None:
         writer.writeheader()
         for row in rows:
             values = row.items()
-            writer.writerow({k: json.dumps([v.value, v.low, v.high]) if isinstance(v, Interval) else v for k, v in values})
+            writer.writerow(
+                {k: json.dumps([v.value, v.low, v.high]) if isinstance(v, Interval) else v for k, v in values}
+            )
 
 
 if __name__ == "__main__":

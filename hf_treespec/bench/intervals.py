@@ -43,7 +43,9 @@ def median_ratio(pairs: list[tuple[float, float]]) -> Interval:
     return bootstrap(lambda i: ratios[i].quantile(0.5, dim=1), len(pairs))
 
 
-def interleave(a: Callable[[], object], b: Callable[[], object], pairs: int, progress=iter) -> list[tuple[float, float]]:
+def interleave(
+    a: Callable[[], object], b: Callable[[], object], pairs: int, progress=iter
+) -> list[tuple[float, float]]:
     """Times `a` and `b` in turn (a, b, a, b, ...) after one run of each; seconds per pair."""
     a(), b()
     return [(_seconds(a), _seconds(b)) for _ in progress(range(pairs))]

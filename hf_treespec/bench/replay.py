@@ -51,7 +51,7 @@ class RowStats(TreeStats):
     row_rounds: dict[int, int] = field(default_factory=dict)
     row_tokens: dict[int, int] = field(default_factory=dict)
 
-    def count(self, rows: list[int], lengths: list[int], nodes: int) -> None:
+    def count(self, rows: list[int], lengths: list[int], nodes: list[int]) -> None:
         super().count(rows, lengths, nodes)
         for row, length in zip(rows, lengths):
             self.row_rounds[row] = self.row_rounds.get(row, 0) + 1
@@ -122,7 +122,5 @@ def replay(recording: Recording, model, assistant_model, tree_config: TreeConfig
     generator.begin(recording.tokens, recording.prompt_lengths - 1)
     limit = int((recording.lengths - recording.prompt_lengths).max())
     end = torch.tensor([end_token])
-    decode_rows(
-        target, cache, recording.tokens, recording.prompt_lengths, generator, depth, limit, end, None, stats
-    )
+    decode_rows(target, cache, recording.tokens, recording.prompt_lengths, generator, depth, limit, end, None, stats)
     return stats

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+
 # Draft probabilities are grouped by these edges; each (rank, group) learns one factor.
 _EDGES = (0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95)
 # Observations that the prior is worth in each group.

@@ -28,10 +28,12 @@ class CandidatePool:
         return self.tokens.shape[1]
 
     def add_level(self, parents: Tensor, tokens: Tensor, probabilities: Tensor, acceptance: Tensor) -> None:
-        """Adds the candidates `[B, w, k]` below the expanded pool entries `parents` `[B, w]`."""
+        """Adds the candidates `[B, w, k]` below the pool entries `parents` `[B, w]`; acceptance 0: not really expanded."""
         batch, width, top_k = tokens.shape
         first = self.size + top_k * torch.arange(width, device=tokens.device)
-        self.children = self.children.scatter(1, parents, first.expand(batch, -1))
+        # An entry that was not worth expanding only fills the forward: it has no children to learn from.
+        first = torch.where(acceptance[..., 0] > 0, first, -1)
+        self.children = self.children.scatter(1, parents, first)
         scores = self.scores.gather(1, parents)[..., None] + acceptance.log()
         self.tokens = torch.cat([self.tokens, tokens.flatten(1)], 1)
         self.parents = torch.cat([self.parents, parents.repeat_interleave(top_k, 1)], 1)

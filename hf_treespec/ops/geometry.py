@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+
 # Queries of a chain are attended in blocks of this many nodes, which bounds the score tensor of a prefill chunk.
 BLOCK = 128
 # Chains from this length on lay the window out by position, so that a block reads a slice of it; shorter ones read the

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from .geometry import TreeGeometry
 
+
 # Elements of the largest score temporary: queries are scored in blocks that stay below it.
 MAX_SCORES = 1 << 24
 _NO_ENTRY = torch.iinfo(torch.int64).min
