@@ -1,0 +1,116 @@
+"""Benchmarks measure what they say: replay equals live decoding, intervals and margins equal hand-computed values."""
+
+import pytest
+import torch
+from oracle import build_model, generator, tiny_config
+
+import hf_treespec
+from hf_treespec import TreeConfig
+from hf_treespec.bench.acceptance import compare, measure
+from hf_treespec.bench.intervals import bootstrap, interleave, median_ratio, ratio_of_sums
+from hf_treespec.bench.oracle import first_difference, oracle_logits
+from hf_treespec.bench.replay import Recording, record, replay
+from hf_treespec.bench.speed import _ForwardTimer
+
+
+@pytest.fixture(scope="module")
+def ending_model():
+    """A random target that sometimes ends its text."""
+    return hf_treespec.enable(build_model(tiny_config(eos_token_id=5), seed=1))
+
+
+@pytest.fixture(scope="module")
+def draft(ending_model):
+    noisy = build_model(tiny_config(eos_token_id=5), seed=1)
+    with torch.no_grad():
+        weight = noisy.lm_head.weight
+        weight.add_(torch.randn(weight.shape, generator=generator(3)) * weight.std() * 0.3)
+    return hf_treespec.enable(noisy)
+
+
+@pytest.fixture(scope="module")
+def recording(ending_model):
+    prompts = [torch.randint(6, 97, (n,), generator=generator(n)).tolist() for n in (5, 9, 17, 30)]
+    return record(ending_model, prompts, max_new_tokens=48, batch_size=3)
+
+
+@pytest.mark.parametrize("options", [{"budget": 6}, {"budget": 6, "top_k": 1}, {"budget": 8, "top_k": 2, "depth": 3}])
+def test_replay_equals_live_decoding(ending_model, draft, recording, options):
+    config = TreeConfig(**options)
+    replayed = replay(recording, ending_model, draft, config)
+    for row, (text, prompt_length, length) in enumerate(
+        zip(recording.tokens, recording.prompt_lengths.tolist(), recording.lengths.tolist())
+    ):
+        live = ending_model.generate(
+            text[None, :prompt_length],
+            max_new_tokens=48,
+            tree_config=config,
+            assistant_model=draft,
+            return_dict_in_generate=True,
+        )
+        assert live.sequences[0].equal(text[:length])
+        assert live.tree_stats["rounds"] == replayed.row_rounds[row]
+        assert live.tree_stats["emitted_tokens"] == replayed.row_tokens[row] == length - prompt_length
+    assert replayed.emitted_tokens > replayed.rounds
+
+
+def test_acceptance_table_compares_rounds(ending_model, draft, recording):
+    stats = measure(recording, ending_model, draft, [3, 4])
+    rows = compare({"random": stats}, [3, 4])
+    assert [(row["set"], row["budget"]) for row in rows] == [
+        ("random", 3),
+        ("random", 4),
+        ("pooled", 3),
+        ("pooled", 4),
+    ]
+    for row in rows:
+        tree, chain = stats[f"tree-{row['budget']}"], stats[f"chain-{row['budget']}"]
+        assert row["tree"] == pytest.approx(tree.emitted_tokens / tree.rounds)
+        assert row["gain"].value == pytest.approx(100 * (chain.rounds / tree.rounds - 1))
+        assert row["best_chain"] >= row["chain"]
+
+
+def test_repeated_share():
+    # 1 2 3 1 2 3 1: with 3-grams, 1 2 3 comes again at 3, then 2 3 1 at 4: tokens 3 .. 6 of 7.
+    tokens = torch.tensor([[9, 1, 2, 3, 1, 2, 3, 1]])
+    recorded = Recording(tokens, torch.tensor([1]), torch.tensor([8]))
+    assert recorded.repeated_share(3) == pytest.approx(4 / 7)
+    assert recorded.repeated_share(8) == 0
+
+
+def test_intervals():
+    assert median_ratio([(2.0, 1.0), (3.0, 1.0), (4.0, 1.0)]).value == 3
+    ratio = ratio_of_sums(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 1.0]))
+    assert (ratio.value, ratio.low, ratio.high) == (2.0, 1.0, 3.0)
+    values = torch.randn(400, generator=generator(0))
+    mean = bootstrap(lambda index: values[index].mean(1), 400)
+    # The interval of a mean is about +- 1.96 standard errors.
+    assert (mean.high - mean.low) / 2 == pytest.approx(1.96 * float(values.std()) / 20, rel=0.1)
+    assert mean.low < mean.value < mean.high
+
+
+def test_interleave_alternates():
+    calls = []
+    pairs = interleave(lambda: calls.append("a"), lambda: calls.append("b"), 3)
+    assert calls == ["a", "b"] * 4 and len(pairs) == 3
+
+
+def test_first_difference_finds_a_wrong_token(ending_model, recording):
+    text = recording.tokens[0, : recording.lengths[0]]
+    prompt_length = int(recording.prompt_lengths[0])
+    assert first_difference(ending_model, text, prompt_length) is None
+    wrong = text.clone()
+    place = len(text) - 3
+    wrong[place] = (wrong[place] + 1) % 97
+    position, margin = first_difference(ending_model, wrong, prompt_length)
+    logits = oracle_logits(ending_model, text[None, :place])[0, -1]
+    assert position == place
+    assert margin == pytest.approx(float(logits.max() - logits[wrong[place]]), rel=1e-4) and margin > 0
+
+
+def test_forward_timer_sees_every_forward(ending_model):
+    timer = _ForwardTimer(ending_model)
+    ending_model(torch.tensor([[7, 8, 9]]))
+    first = timer.seconds
+    ending_model(torch.tensor([[7, 8, 9]]))
+    assert 0 < first < timer.seconds
