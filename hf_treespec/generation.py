@@ -235,14 +235,15 @@ def decode_rows(
         rows = None if len(live_rows) == batch else live
         with stats.timed("draft"):
             deepest = limit - min(written[row] for row in live_rows) - 1
-            tree = generator.propose(rows, roots, min(depth, deepest))
+            remaining = limit - counts[live]
+            tree = generator.propose(rows, roots, min(depth, deepest), remaining - 1)
         with cache.fork(tree, rows) as fork:
             with stats.timed("verify"):
                 predicted = model(**fork.model_inputs()).logits.argmax(-1)
             with stats.timed("accept"):
                 path, accepted = ops.accept(tree.tokens, tree.paths, tree.valid, predicted)
                 emitted = predicted.gather(1, path.clamp(min=0))  # [B, S + 1]
-                accepted, finished = _stop(emitted, accepted, limit - counts[live], end)
+                accepted, finished = _stop(emitted, accepted, remaining, end)
             with stats.timed("refresh"):
                 fork.refresh(path, accepted)
         with stats.timed("accept"):

@@ -12,9 +12,10 @@ DEFAULT_CHUNK_SIZE = 512
 def left_align(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Prompts `[B, P]` without their left padding, and their lengths `[B]`. What lies behind a prompt is repetition."""
     batch, width = input_ids.shape
+    input_ids = input_ids.long()
     if attention_mask is None:
         return input_ids, torch.full((batch,), width, device=input_ids.device)
-    lengths = attention_mask.sum(1)
+    lengths = attention_mask.bool().sum(1)
     columns = torch.arange(width, device=input_ids.device) + (width - lengths)[:, None]
     return input_ids.gather(1, columns.clamp(max=width - 1)), lengths
 

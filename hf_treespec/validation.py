@@ -91,6 +91,8 @@ def check_inputs(input_ids: Any, attention_mask: Any, vocab_size: int) -> None:
         raise ValueError(f"`input_ids` must lie between 0 and {vocab_size - 1}, the model's vocabulary.")
     if attention_mask is None:
         return
+    if not isinstance(attention_mask, Tensor):
+        raise ValueError(f"`attention_mask` must be a tensor `[batch, tokens]`, not {type(attention_mask).__name__}.")
     if attention_mask.shape != input_ids.shape:
         raise ValueError(
             f"`attention_mask` {list(attention_mask.shape)} must match `input_ids` {list(input_ids.shape)}."

@@ -73,7 +73,7 @@ def test_acceptance_table_compares_rounds(ending_model, draft, recording):
 def test_repeated_share():
     # 1 2 3 1 2 3 1: with 3-grams, 1 2 3 comes again at 3, then 2 3 1 at 4: tokens 3 .. 6 of 7.
     tokens = torch.tensor([[9, 1, 2, 3, 1, 2, 3, 1]])
-    recorded = Recording(tokens, torch.tensor([1]), torch.tensor([8]))
+    recorded = Recording(tokens, torch.tensor([1]), torch.tensor([8]), 7)
     assert recorded.repeated_share(3) == pytest.approx(4 / 7)
     assert recorded.repeated_share(8) == 0
 

@@ -23,11 +23,13 @@ class Recording:
     Attributes:
         tokens (`torch.LongTensor` of shape `[P, T]`): prompt and continuation, left-aligned.
         prompt_lengths, lengths (`torch.LongTensor` of shape `[P]`): length of the prompt, and with the continuation.
+        max_new_tokens (`int`): what the continuations were limited to.
     """
 
     tokens: Tensor
     prompt_lengths: Tensor
     lengths: Tensor
+    max_new_tokens: int
 
     def repeated_share(self, size: int = 8) -> float:
         """Share of generated tokens that lie inside a `size`-gram which the continuation held before."""
@@ -97,7 +99,9 @@ def record(model, prompts: list[list[int]], max_new_tokens: int, batch_size: int
             texts.append(prompt + output.sequences[row, width : width + emitted].tolist())
     longest = max(map(len, texts))
     tokens = torch.tensor([text + [pad] * (longest - len(text)) for text in texts])
-    return Recording(tokens, torch.tensor([len(p) for p in prompts]), torch.tensor([len(t) for t in texts]))
+    return Recording(
+        tokens, torch.tensor([len(p) for p in prompts]), torch.tensor([len(t) for t in texts]), max_new_tokens
+    )
 
 
 @torch.no_grad()
@@ -120,7 +124,7 @@ def replay(recording: Recording, model, assistant_model, tree_config: TreeConfig
     cache.reserve(int(recording.lengths.max()) + 1)
     generator = AssistantTreeGenerator(assistant_model, tree_config, rows)
     generator.begin(recording.tokens, recording.prompt_lengths - 1)
-    limit = int((recording.lengths - recording.prompt_lengths).max())
+    limit = recording.max_new_tokens
     end = torch.tensor([end_token])
     decode_rows(target, cache, recording.tokens, recording.prompt_lengths, generator, depth, limit, end, None, stats)
     return stats

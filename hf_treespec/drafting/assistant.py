@@ -57,13 +57,14 @@ class AssistantTreeGenerator(TreeCandidateGenerator):
     def begin(self, tokens: Tensor, lengths: Tensor) -> None:
         prefill(self.model, self.cache, tokens.to(self.device), lengths.to(self.device), self.chunk_size)
 
-    def propose(self, rows: Tensor | None, roots: Tensor, depth: int) -> TokenTree:
+    def propose(self, rows: Tensor | None, roots: Tensor, depth: int, limits: Tensor | None = None) -> TokenTree:
         self._round = ExitStack()
         if depth == 0:
             self._pool = None
             return TokenTree.chain(roots[:, None])
         target_device = roots.device
         roots = roots.to(self.device)
+        limits = torch.full_like(roots, depth) if limits is None else limits.to(self.device)
         rows = None if rows is None else rows.to(self.device)
         self._rows = torch.arange(len(roots), device=self.device) if rows is None else rows
         stem = self._stem(roots)
@@ -71,10 +72,11 @@ class AssistantTreeGenerator(TreeCandidateGenerator):
         self._pool = pool = CandidatePool(roots, root_node=stem.tokens.shape[1] - 1)
         frontier = torch.zeros_like(roots)[:, None]
         logits = self.model(**self._fork.model_inputs(), logits_to_keep=1).logits
-        self._add_candidates(logits, frontier)
-        for _ in range(1, depth):
+        self._add_candidates(logits, frontier, limits[:, None] > 0)
+        for level in range(1, depth):
             level_size = frontier.shape[1] * self.top_k
             frontier, worth = pool.frontier(self.top_k, level_size, self.budget - 1, self.lowest_score)
+            worth &= level < limits[:, None]
             # Reading the device costs a stall elsewhere; there the level is drafted with padding nodes instead.
             if self.device.type == "cpu" and not worth.any():
                 break
@@ -103,13 +105,11 @@ class AssistantTreeGenerator(TreeCandidateGenerator):
         pool.nodes = pool.nodes.scatter(1, frontier, torch.where(valid, nodes, -1))
         return self.model(**self._fork.model_inputs()).logits
 
-    def _add_candidates(self, logits: Tensor, parents: Tensor, valid: Tensor | None = None) -> None:
+    def _add_candidates(self, logits: Tensor, parents: Tensor, valid: Tensor) -> None:
         logits = logits.float()
         best, tokens = logits.topk(self.top_k, dim=-1)
         probabilities = (best - logits.logsumexp(-1, keepdim=True)).exp()
-        acceptance = self.calibration.estimate(self._rows, probabilities)
-        if valid is not None:
-            acceptance = acceptance * valid[..., None]
+        acceptance = self.calibration.estimate(self._rows, probabilities) * valid[..., None]
         self._pool.add_level(parents, tokens, probabilities, acceptance)
 
     def update(self, path: Tensor, path_lengths: Tensor, predicted: Tensor) -> None:

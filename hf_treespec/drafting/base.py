@@ -12,8 +12,9 @@ class TreeCandidateGenerator(CandidateGenerator):
     def begin(self, tokens: Tensor, lengths: Tensor) -> None:
         """Takes in the committed context: `tokens` `[rows, P]`, of which the first `lengths` `[rows]` are real."""
 
-    def propose(self, rows: Tensor | None, roots: Tensor, depth: int) -> TokenTree:
-        """Drafts at most `depth` levels below `roots` `[B]` for the physical `rows` `[B]` (all by default)."""
+    def propose(self, rows: Tensor | None, roots: Tensor, depth: int, limits: Tensor | None = None) -> TokenTree:
+        """Drafts at most `depth` levels below `roots` `[B]` for the physical `rows` `[B]` (all by default), and at
+        most `limits` `[B]` in each row: near the end of its text a row has no use for more, whatever its batch has."""
         raise NotImplementedError
 
     def update(self, path: Tensor, path_lengths: Tensor, predicted: Tensor) -> None:
@@ -28,5 +29,5 @@ class TreeCandidateGenerator(CandidateGenerator):
 class RootGenerator(TreeCandidateGenerator):
     """Proposes nothing: `budget=1`, plain decoding."""
 
-    def propose(self, rows: Tensor | None, roots: Tensor, depth: int) -> TokenTree:
+    def propose(self, rows: Tensor | None, roots: Tensor, depth: int, limits: Tensor | None = None) -> TokenTree:
         return TokenTree.chain(roots[:, None])

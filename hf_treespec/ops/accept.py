@@ -20,13 +20,13 @@ def accept(tokens: Tensor, paths: Tensor, valid: Tensor, predicted: Tensor) -> t
     batch, count, width = paths.shape
     if count == 1:
         return paths[:, 0], paths.new_ones(batch)
-    depth = torch.arange(width, device=tokens.device)
-    depths = depth.masked_fill(paths < 0, 0).amax(-1)
-    parents = paths.gather(2, (depths - 1).clamp(min=0)[..., None])[..., 0].clamp(min=0)
-    matches = (predicted.gather(1, parents) == tokens) & valid
-    matches[:, 0] = True
-    on_path = matches.gather(1, paths.clamp(min=0).flatten(1)).view(batch, count, width)
-    accepted = (on_path | (paths < 0)).all(-1) & valid
-    best = torch.where(accepted, depths, -1).argmax(1)
-    path = paths[torch.arange(batch, device=tokens.device), best]
-    return path, (path >= 0).sum(1)
+    # Along every path: is each node the target's token at the node before?
+    nodes = paths.clamp(min=0).flatten(1)
+    drafted = tokens.gather(1, nodes).view(batch, count, width)
+    wanted = predicted.gather(1, nodes).view(batch, count, width)
+    below = paths[..., 1:] < 0
+    accepted = ((drafted[..., 1:] == wanted[..., :-1]) | below).all(-1) & valid
+    lengths = torch.where(accepted, width - below.sum(-1), 0)
+    # Siblings with the same token would both fit: the first is taken.
+    length, best = lengths.max(1)
+    return paths[torch.arange(batch, device=tokens.device), best], length
