@@ -106,9 +106,7 @@ class AssistantTreeGenerator(TreeCandidateGenerator):
         return self.model(**self._fork.model_inputs()).logits
 
     def _add_candidates(self, logits: Tensor, parents: Tensor, valid: Tensor) -> None:
-        logits = logits.float()
-        best, tokens = logits.topk(self.top_k, dim=-1)
-        probabilities = (best - logits.logsumexp(-1, keepdim=True)).exp()
+        probabilities, tokens = logits.float().softmax(-1).topk(self.top_k, dim=-1)
         acceptance = self.calibration.estimate(self._rows, probabilities) * valid[..., None]
         self._pool.add_level(parents, tokens, probabilities, acceptance)
 
