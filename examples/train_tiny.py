@@ -42,6 +42,7 @@ MIX = {"math_gsm8k_train_chat": 0.44, "code_mbpp_train": 0.15, "math_synthetic":
 MIX |= {"docs_python": 0.05, "prose_standardebooks": 0.05, "instructions": 0.09, "echo": 0.04, "answers": 0.6}
 BATCH_TOKENS, LENGTH, PEAK_LR, WARMUP, SAVE_EVERY = 4096, 512, 4e-3, 100, 250
 LOOPS_FROM, KEEP_AT = 0.55, (0.02, 0.05, 0.12, 0.3, 0.6, 1)  # shares of the training
+LOOP_PERIODS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 64)
 
 # fmt: off
 TARGET = {
@@ -240,15 +241,12 @@ def logits_of(model: DeepseekV4ForCausalLM, ids: torch.Tensor) -> torch.Tensor:
 
 
 def add_loops(ids: torch.Tensor, labels: torch.Tensor, rng: random.Random):
-    """Make one row in eight end in a loop and negate the labels there: what greedy decoding should not fall into."""
-    for row, label in zip(ids[::8], labels[::8]):
-        start, period = (
-            rng.randrange(len(row) // 2, len(row) - 64),
-            rng.choice([1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32]),
-        )
+    """Make one row in four end in a loop and negate the labels there: what greedy decoding should not fall into."""
+    for row, label in zip(ids[::4], labels[::4]):
+        start, period = rng.randrange(len(row) // 2, len(row) - 96), rng.choice(LOOP_PERIODS)
         row[start:] = row[start - period : start].repeat(len(row) // period)[: len(row) - start]
         label[start:] = ~row[start:]
-        label[start : start + max(period, 8)] = PAD_ID
+        label[start : start + 6] = PAD_ID
 
 
 @torch.compile(dynamic=False)
@@ -401,7 +399,7 @@ def answers(data: Data, out: Out, target: Folder, minutes: float = 5.0, seed: in
     # prompts of one length in tokens at a time: the compressors of V4 would read padding
     groups = [prompts for prompts in groups.values() if len(prompts) >= 8]
     for prompts in tqdm(random.Random(seed).sample(groups, len(groups))):
-        ids = tokenizer(prompts[:48], add_special_tokens=False, return_tensors="pt")["input_ids"]
+        ids = tokenizer(prompts[:64], add_special_tokens=False, return_tensors="pt")["input_ids"]
         answered = tokenizer.batch_decode(model.generate(ids, max_new_tokens=160, do_sample=False))
         texts += [text.removeprefix(BOS).split(EOS)[0] for text in answered]
         if time.time() > deadline:

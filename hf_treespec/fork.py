@@ -183,10 +183,13 @@ class ForkableCache(Cache):
         self._check_usable()
         if self._fork is not None:
             raise RuntimeError("This cache has an open fork. One cache serves one `generate` call at a time.")
+        if self.lengths.device.type == "cpu":
+            self.length_bound = int(self.lengths.max())
+        # Room is made first: that may lower the bound, which the fork takes over.
+        self.reserve(self.length_bound + tree.max_depth + 1)
         fork = Fork(self, tree, rows)
         try:
             self._fork = fork
-            self.reserve(fork.max_length + tree.max_depth + 1)
             yield fork
         finally:
             self.close(fork)

@@ -1,18 +1,16 @@
-"""The oracle: stock transformers on one path, no cache, with the indexer's top-k replaced by a stable one.
+"""What the tests ask the oracle (stock transformers on one path, no cache, ties to the lower index entry).
 
-Also what the tests share around it: random models and trees, rounds on a cache, comparison of logits, texts and states.
+Random models and texts, and the comparison of logits and of greedy texts with the oracle's.
 """
 
 import warnings
-from contextlib import contextmanager
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
-from hf_treespec import TokenTree, TreeCache
-from hf_treespec.prefill import prefill
+from hf_treespec.bench.oracle import oracle_logits
 
 
 # Largest difference allowed, in units of the largest logit of the row (or of the largest value of a state tensor).
@@ -79,25 +77,6 @@ def build_model(config: DeepseekV4Config, seed: int = 0) -> DeepseekV4ForCausalL
                 table = torch.rand(config.vocab_size, config.n_routed_experts, generator=generator)
                 buffer.copy_(table.argsort(1)[:, : buffer.shape[1]])
     return model
-
-
-@contextmanager
-def stable_topk():
-    """`Tensor.topk` (which only the indexer calls as a method) breaks ties towards the lower index."""
-
-    def topk(self, k, dim=-1, **kwargs):
-        values, indices = self.sort(dim=dim, descending=True, stable=True)
-        return torch.return_types.topk((values.narrow(dim, 0, k), indices.narrow(dim, 0, k)))
-
-    with patch.object(torch.Tensor, "topk", topk):
-        yield
-
-
-@torch.no_grad()
-def oracle_logits(model, token_ids: Tensor) -> Tensor:
-    """Logits `[B, T, V]` of full sequences `[B, T]`, computed by the stock modules without any cache."""
-    with stable_topk():
-        return model(input_ids=token_ids, use_cache=False).logits
 
 
 def oracle_last_logits(model, texts: list[Tensor]) -> Tensor:
@@ -171,102 +150,3 @@ def left_pad(texts: list[Tensor], pad: int = 0) -> dict[str, Tensor]:
     ids = torch.stack([torch.nn.functional.pad(text, (width - len(text), 0), value=pad) for text in texts])
     columns = torch.arange(width)
     return {"input_ids": ids, "attention_mask": torch.stack([(columns >= width - len(t)).long() for t in texts])}
-
-
-# Which earlier nodes may be the parent of node n.
-PARENTS = {
-    "wide": lambda n: range(n),
-    "deep": lambda n: range(max(0, n - 3), n),
-    "chain": lambda n: range(n - 1, n),
-    "star": lambda n: range(1),
-}
-
-
-def random_tree(rng: torch.Generator, batch: int, count: int, style: str, ragged: bool = False) -> TokenTree:
-    """`batch` trees of `count` nodes; with `ragged`, all rows but the first end in padding nodes."""
-    parents = torch.zeros(batch, count, dtype=torch.long)
-    depths = torch.zeros(batch, count, dtype=torch.long)
-    valid = torch.ones(batch, count, dtype=torch.bool)
-    for row in range(batch):
-        for node in range(1, count):
-            choices = PARENTS[style](node)
-            parents[row, node] = choices[int(torch.randint(len(choices), (1,), generator=rng))]
-            depths[row, node] = depths[row, parents[row, node]] + 1
-        if ragged and row:
-            valid[row, int(torch.randint(1, count + 1, (1,), generator=rng)) :] = False
-    tokens = torch.randint(1, 97, (batch, count), generator=rng)
-    return TokenTree.from_parents(tokens, parents, int(depths.max()), valid)
-
-
-def random_path(rng: torch.Generator, tree: TokenTree) -> tuple[Tensor, Tensor]:
-    """A path of every row from its root to a random node, and its length."""
-    ends = [int(torch.randint(int(valid.sum()), (1,), generator=rng)) for valid in tree.valid]
-    path = torch.stack([paths[end] for paths, end in zip(tree.paths, ends)])
-    return path, (path >= 0).sum(1)
-
-
-def filled_cache(model, texts: list[Tensor], spare: int = 32, chunk_size: int | None = None) -> TreeCache:
-    """A cache that has read `texts`, one per row."""
-    cache = TreeCache(model.config, len(texts), spare)
-    tokens = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
-    with torch.no_grad():
-        prefill(model, cache, tokens, torch.tensor([len(text) for text in texts]), chunk_size)
-    return cache
-
-
-@torch.no_grad()
-def run_round(model, cache: TreeCache, tree: TokenTree, path=None, lengths=None, rows=None) -> Tensor:
-    """One forward of `tree` `[B, N, V]`; commits `path` if there is one."""
-    with cache.fork(tree, rows) as fork:
-        logits = model(**fork.model_inputs()).logits
-        if path is not None:
-            fork.refresh(path, lengths)
-    return logits
-
-
-def node_texts(prefixes: list[Tensor], tree: TokenTree) -> tuple[list[tuple[int, int]], list[Tensor]]:
-    """`(row, node)` of all real nodes, and the text that ends in each."""
-    nodes = [(row, node) for row, node in tree.valid.nonzero().tolist()]
-    paths = [path[path >= 0] for path in (tree.paths[row, node] for row, node in nodes)]
-    return nodes, [torch.cat([prefixes[row], tree.tokens[row, path]]) for (row, _), path in zip(nodes, paths)]
-
-
-def assert_nodes(model, logits: Tensor, prefixes: list[Tensor], tree: TokenTree) -> None:
-    """`logits` `[B, N, V]` of every real node are the oracle's for its path."""
-    nodes, texts = node_texts(prefixes, tree)
-    actual = torch.stack([logits[row, node] for row, node in nodes])
-    assert_logits(model, actual, oracle_last_logits(model, texts), texts)
-
-
-def slack(cache: TreeCache, row: int) -> int:
-    """How many positions behind the needed ones the rings of a row still hold."""
-    return cache.spare - int(cache.written[row] - cache.lengths[row])
-
-
-def valid_state(cache: TreeCache, row: int, extra: int) -> dict[str, Tensor]:
-    """Every committed tensor of a row over the slots valid at its length, rings `extra` positions further back."""
-    length = int(cache.lengths[row])
-    state = {"token_ids": cache.token_ids[row, :length]}
-
-    for i, layer in enumerate(cache.layers):
-        for j, (owner, name, tensor) in enumerate(layer.tensors()):
-            if name == "entries":
-                state[f"{i}.{j}.entries"] = tensor[row, : length // owner.ratio]
-            else:
-                span = layer.sliding_window if owner is layer else owner.span
-                held = torch.arange(max(0, length - span - extra), length)
-                state[f"{i}.{j}.{name}"] = tensor[row, held % tensor.shape[1]]
-    return {name: tensor.clone() for name, tensor in state.items()}
-
-
-def assert_same_state(cache: TreeCache, other: TreeCache, rows=None) -> None:
-    """Both caches hold the same in `rows` (all by default), up to `TOLERANCE` of each tensor's largest value."""
-    for row in range(cache.rows) if rows is None else rows:
-        assert cache.lengths[row] == other.lengths[row]
-        extra = min(slack(cache, row), slack(other, row))
-        expected = valid_state(other, row, extra)
-        for name, tensor in valid_state(cache, row, extra).items():
-            assert tensor.shape == expected[name].shape, name
-            if tensor.numel():
-                limit = TOLERANCE * expected[name].abs().max()
-                assert (tensor - expected[name]).abs().max() <= limit, f"row {row}: {name}"

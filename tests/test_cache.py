@@ -4,16 +4,8 @@ import copy
 
 import pytest
 import torch
-from oracle import (
-    assert_nodes,
-    assert_same_state,
-    filled_cache,
-    generator,
-    random_path,
-    random_texts,
-    random_tree,
-    run_round,
-)
+from oracle import generator, random_texts
+from rounds import assert_nodes, assert_same_state, filled_cache, random_path, random_tree, run_round
 from transformers import Cache
 
 from hf_treespec import TokenTree, TreeCache

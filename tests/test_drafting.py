@@ -8,8 +8,8 @@ import math
 
 import pytest
 import torch
+from decoding import ASSISTANTS, make_assistant, run
 from oracle import build_model, generator, left_pad, oracle_last_logits, random_texts, tiny_config
-from test_generate import ASSISTANTS, make_assistant, run
 
 import hf_treespec
 from hf_treespec import TreeConfig, ops
@@ -117,7 +117,11 @@ def test_a_rows_trees_do_not_depend_on_its_batch(sure_of_some, threshold):
         for _ in range(12):
             tree = target.round(5, list(range(len(rows))))
             yield [
-                [[int(tree.tokens[i, n]) for n in path if n >= 0] for path, real in zip(tree.paths[i].tolist(), tree.valid[i]) if real]
+                [
+                    [int(tree.tokens[i, n]) for n in path if n >= 0]
+                    for path, real in zip(tree.paths[i].tolist(), tree.valid[i])
+                    if real
+                ]
                 for i in range(len(rows))
             ]
 

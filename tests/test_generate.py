@@ -6,55 +6,12 @@ import threading
 
 import pytest
 import torch
+from decoding import ASSISTANTS, CHAIN, TREE, make_assistant, run
 from oracle import assert_greedy, build_model, generator, left_pad, random_texts, tiny_config
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
 
 import hf_treespec
 from hf_treespec import TreeCache, TreeConfig
-
-
-CHAIN = {"budget": 5, "top_k": 1}
-TREE = {"budget": 8, "depth": 4, "top_k": 3}
-LLAMA = {"vocab_size": 97, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "eos_token_id": None}
-LLAMA |= {"intermediate_size": 48, "num_key_value_heads": 2, "bos_token_id": None, "pad_token_id": None}
-# Weights so large that attention looks somewhere, and a wrong key shows.
-LLAMA |= {"initializer_range": 0.3}
-V4 = {"num_hidden_layers": 1, "layer_types": ["compressed_sparse_attention"], "mlp_layer_types": ["moe"]}
-ASSISTANTS = {
-    "deepseek_v4": lambda: build_model(tiny_config(**V4), seed=3),
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA)),
-    "mistral": lambda: MistralForCausalLM(MistralConfig(sliding_window=8, **LLAMA)),
-    "qwen2": lambda: Qwen2ForCausalLM(
-        Qwen2Config(sliding_window=8, use_sliding_window=True, max_window_layers=1, **LLAMA)
-    ),
-    "gpt2": lambda: GPT2LMHeadModel(
-        GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, **{k: LLAMA[k] for k in ("initializer_range", "eos_token_id")})
-    ),
-}
-
-
-def make_assistant(kind: str):
-    torch.manual_seed(0)
-    return ASSISTANTS[kind]().eval()
-
-
-def run(model, texts, new_tokens: int = 64, **options):
-    """Greedy decoding of a left-padded batch: the output, and the text of every row without its padding before."""
-    options = {"max_new_tokens": new_tokens, "do_sample": False, "return_dict_in_generate": True, **options}
-    inputs = left_pad(texts)
-    output = model.generate(**inputs, **options)
-    width = inputs["input_ids"].shape[1]
-    assert torch.equal(output.sequences[:, :width], inputs["input_ids"])
-    return output, [torch.cat([text, row[width:]]) for text, row in zip(texts, output.sequences)]
+from hf_treespec.fork import Fork
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +87,7 @@ def test_batched_rows_are_the_same_rows_alone(model, drafter, tree, lengths, new
 @pytest.mark.parametrize("place", range(6))
 def test_end_of_sequence_at_any_place_of_a_block(model, prompts, plain, place):
     new = plain[0][len(prompts[0]) :].tolist()
-    at = next(i for i in range(6 + place, 64, 6) if new[i] not in new[:i])
+    at = [i for i in range(place, 64, 6) if new[i] not in new[:i]][-1]
     never = next(token for token in range(97) if token not in new)
     for ends in (new[at], [never, new[at]]):
         options = {"tree_config": {"budget": 6, "top_k": 1}, "assistant_model": model, "eos_token_id": ends}
@@ -169,10 +126,25 @@ def test_short_prompts(model, drafter, lengths):
     assert_greedy(model, written, list(lengths))
 
 
+@pytest.mark.parametrize("kind", ["deepseek_v4", "mistral"])
+def test_lengths_may_be_known_as_a_bound_only(model, prompts, plain, kind, monkeypatch):
+    """As on accelerators: see the test of the same name in test_verification.py."""
+
+    class LooseFork(Fork):
+        def __init__(self, cache, tree, rows) -> None:
+            super().__init__(cache, tree, rows)
+            self.max_length += 11
+
+    monkeypatch.setattr(hf_treespec.fork, "Fork", LooseFork)
+    texts = run(model, prompts, 12, tree_config=TREE, assistant_model=make_assistant(kind))[1]
+    assert all(torch.equal(text, full[: len(text)]) for text, full in zip(texts, plain))
+
+
 @pytest.mark.parametrize("chunk_size", [1, 7, 64])
 def test_prefill_chunk_size(model, drafter, prompts, plain, chunk_size):
     options = {"tree_config": TREE, "assistant_model": drafter, "prefill_chunk_size": chunk_size}
-    assert torch.equal(torch.cat(run(model, prompts, **options)[1]), torch.cat(plain))
+    texts = run(model, prompts, 24, **options)[1]
+    assert all(torch.equal(text, full[: len(text)]) for text, full in zip(texts, plain))
 
 
 def test_exact_ties_are_decided_alike_everywhere(prompts):

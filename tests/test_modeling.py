@@ -8,10 +8,10 @@ import pytest
 import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
 from accelerate.hooks import remove_hook_from_submodules
+from decoding import TREE, encoder_decoder, make_assistant, run
 from oracle import assert_greedy, build_model, left_pad, random_texts, tiny_config
 from oracle import generator as seeded
-from test_generate import TREE, run
-from transformers import AutoModelForCausalLM, DeepseekV4ForCausalLM
+from transformers import AutoModelForCausalLM, DeepseekV4ForCausalLM, DeepseekV4Model
 
 import hf_treespec
 from hf_treespec.attention import SWAPPED
@@ -108,7 +108,9 @@ def test_save_pretrained_reloads_in_stock(fresh, texts, tmp_path):
         assert not hf_treespec.is_enabled(loaded)
 
 
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"])
+@pytest.mark.parametrize(
+    "clone", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
 def test_copies_are_models_of_their_own(fresh, texts, written, clone):
     hf_treespec.enable(fresh)
     other = clone(fresh)
@@ -137,6 +139,32 @@ def test_a_foreign_forward_is_refused(fresh, name):
     with pytest.raises(ValueError, match=f"forward.*{type(module).__name__}"):
         hf_treespec.disable(fresh)
     assert classes(fresh) == swapped
+
+
+class NextModel(torch.nn.Module):
+    """DeepSeek-V4.1 is not in transformers 5.24; its configuration says so much."""
+
+    config = type("Config", (), {"model_type": "deepseek_v41"})()
+
+
+@pytest.mark.parametrize(
+    ("other", "names"),
+    [
+        (lambda: make_assistant("llama"), ["'llama'", "deepseek_v4"]),
+        (encoder_decoder, ["'t5'", "encoder-decoder"]),
+        (NextModel, ["'deepseek_v41'", "compression"]),
+        (lambda: DeepseekV4Model(tiny_config()), ["DeepseekV4Model", "AutoModelForCausalLM"]),
+        (lambda: torch.nn.Linear(2, 2), ["None", "deepseek_v4"]),
+    ],
+    ids=range(5),
+)
+def test_enable_refuses_other_models(other, names):
+    other = other()
+    before = [type(module) for module in other.modules()]
+    with pytest.raises(ValueError) as raised:
+        hf_treespec.enable(other)
+    assert all(name in str(raised.value) for name in names), raised.value
+    assert [type(module) for module in other.modules()] == before and "generate" not in vars(other)
 
 
 def test_forward_hooks_of_others_stay(fresh, texts, written):

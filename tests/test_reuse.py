@@ -5,8 +5,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from decoding import TREE, run
 from oracle import assert_greedy, build_model, generator, random_texts, tiny_config
-from test_generate import TREE, run
 
 import hf_treespec
 from hf_treespec import TreeCache

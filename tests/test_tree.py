@@ -4,7 +4,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import generator, random_tree
+from oracle import generator
+from rounds import random_tree
 
 from hf_treespec import TokenTree, ops
 from hf_treespec.ops.geometry import TreeGeometry
@@ -181,7 +182,9 @@ def test_closing_nodes(ratio, style):
     assert geometry.committed_entries(ratio) == 30 // ratio
     for row in range(3):
         expected = [
-            node for node in range(23) if tree.valid[row, node] and (lengths[row] + tree.depths[row, node] + 1) % ratio == 0
+            node
+            for node in range(23)
+            if tree.valid[row, node] and (lengths[row] + tree.depths[row, node] + 1) % ratio == 0
         ]
         found = closers[row][closers[row] >= 0].tolist()
         assert found == expected and (closers[row, len(found) :] == -1).all()

@@ -2,25 +2,13 @@
 
 import pytest
 import torch
-from oracle import (
-    assert_logits,
-    assert_nodes,
-    assert_same_state,
-    build_model,
-    filled_cache,
-    generator,
-    oracle_logits,
-    random_path,
-    random_texts,
-    random_tree,
-    run_round,
-    tiny_config,
-)
+from oracle import assert_logits, build_model, generator, oracle_logits, random_texts, tiny_config
+from rounds import append, assert_nodes, assert_same_state, filled_cache, random_path, random_tree, run_round
 from transformers import DynamicCache
 
 import hf_treespec
 from hf_treespec import TokenTree, TreeCache
-from hf_treespec.fork import DEFAULT_SPARE
+from hf_treespec.fork import DEFAULT_SPARE, Fork
 
 
 SLIDING, CSA, HCA = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
@@ -146,7 +134,9 @@ def test_level_by_level_is_one_forward(target, style):
         for depth in range(1, len(levels)):
             tokens, parents, valid = (torch.zeros(3, levels[depth], dtype=torch.long) for _ in range(3))
             for row in range(3):
-                nodes = [node for node in order[row].tolist() if tree.valid[row, node] and tree.depths[row, node] == depth]
+                nodes = [
+                    node for node in order[row].tolist() if tree.valid[row, node] and tree.depths[row, node] == depth
+                ]
                 for column, node in enumerate(nodes):
                     number[row, node] = grown.tokens.shape[1] + column
                     tokens[row, column] = tree.tokens[row, node]
@@ -227,3 +217,22 @@ def test_any_spare(model, spare):
     cache = filled_cache(model, texts, spare=spare, chunk_size=9)
     tree = random_tree(rng, 2, 20, "deep")
     assert_nodes(model, run_round(model, cache, tree), texts, tree)
+
+
+def test_lengths_may_be_known_as_a_bound_only(target, monkeypatch):
+    """On accelerators the host does not know what was accepted, and works with more columns than there are."""
+
+    class LooseFork(Fork):
+        def __init__(self, cache, tree, rows) -> None:
+            super().__init__(cache, tree, rows)
+            self.max_length += 11
+
+    monkeypatch.setattr(hf_treespec.fork, "Fork", LooseFork)
+    rng = generator(13)
+    texts = random_texts(rng, (44, 19, 0))
+    cache = filled_cache(target, texts, chunk_size=20)
+    tree = random_tree(rng, 3, 16, "deep", ragged=True)
+    path, lengths = random_path(rng, tree)
+    assert_nodes(target, run_round(target, cache, tree, path, lengths), texts, tree)
+    monkeypatch.undo()
+    assert_same_state(cache, filled_cache(target, append(texts, tree, path, lengths)))
