@@ -98,18 +98,35 @@ class TreeCache(ForkableCache):
         spare (`int`, defaults to 32): extra ring slots. A round may commit that many tokens without overwriting what
             the old length needs, and `crop` is exact that far back.
         device: device of `lengths` and `token_ids`. Layer state is allocated where the layer runs.
+        head_layers (`int`, defaults to 0): window rings of a draft head, behind the model's layers.
     """
 
     def __init__(
-        self, config, rows: int, spare: int = DEFAULT_SPARE, device: torch.device | str | None = None
+        self,
+        config,
+        rows: int,
+        spare: int = DEFAULT_SPARE,
+        device: torch.device | str | None = None,
+        head_layers: int = 0,
     ) -> None:
-        layers = [TreeCacheLayer(config, layer_type) for layer_type in config.layer_types]
-        super().__init__(layers, rows, spare, device)
+        layer_types = [*config.layer_types, *["sliding_attention"] * head_layers]
+        super().__init__([TreeCacheLayer(config, layer_type) for layer_type in layer_types], rows, spare, device)
+        self.head_layers = head_layers
         self.shape = _shape(config)
 
     def fits(self, config) -> bool:
         """Whether this cache was made for a model of this shape."""
         return self.shape == _shape(config)
+
+    def set_head_layers(self, config, count: int) -> None:
+        """Changes the number of head rings. Rings that were not filled along with the rest empty the whole cache."""
+        if count == self.head_layers:
+            return
+        del self.layers[len(self.layers) - self.head_layers :]
+        self.layers += [TreeCacheLayer(config, "sliding_attention") for _ in range(count)]
+        self.head_layers = count
+        if count:
+            self.reset()
 
     def window(self, layer_idx: int, node_kv: Tensor) -> tuple[Tensor, Tensor]:
         """The layer's committed ring, and all nodes' keys `[B, N, D]`, given those of the query nodes."""
@@ -127,7 +144,7 @@ class TreeCache(ForkableCache):
 
     def commit(self, fork: Fork, plan: CommitPlan) -> None:
         for layer_idx, layer in enumerate(self.layers):
-            if layer.window is None:
+            if fork.scratch(layer_idx, "window") is None:
                 continue
             device = layer.window.device
             target, source = plan.ring(layer.window.shape[1], device)

@@ -9,7 +9,7 @@ from typing import Any
 
 CONFIG_NAME = "tree_config.json"
 BACKENDS = ("auto", "torch")
-DRAFTERS = ("auto", "assistant")
+DRAFTERS = ("auto", "assistant", "mtp")
 MAX_BUDGET = 256
 MAX_DEPTH = 64
 
@@ -28,7 +28,8 @@ class TreeConfig:
             Children drafted per expanded node. `top_k=1` drafts a chain. `None` takes
             [`~TreeConfig.resolved_top_k`]'s default.
         drafter (`str`, defaults to `"auto"`):
-            What drafts: `"assistant"` is the `assistant_model` of the call, `"auto"` takes it where there is one.
+            What drafts: `"assistant"` is the `assistant_model` of the call, `"mtp"` the MTP head of the model's
+            checkpoint; `"auto"` takes the assistant where there is one, else the head.
         backend (`str`, defaults to `"auto"`):
             Implementation of the operations, one of `"auto"` and `"torch"`.
 

@@ -25,12 +25,12 @@ class Fork:
     lies for the current forward.
     """
 
-    def __init__(self, cache: "ForkableCache", tree: TokenTree, rows: Tensor | None) -> None:
+    def __init__(self, cache: "ForkableCache", tree: TokenTree, rows: Tensor | None, behind: int = 0) -> None:
         self.cache = cache
         self.rows = rows
         self.tree = tree
         self.start = 0
-        self.lengths = cache.lengths if rows is None else cache.lengths.index_select(0, rows)
+        self.lengths = (cache.lengths if rows is None else cache.lengths.index_select(0, rows)) - behind
         self.max_length = cache.length_bound
         self._scratch: dict[tuple[int, str], Tensor] = {}
         self._geometries: dict[torch.device, ops.TreeGeometry] = {}
@@ -178,8 +178,12 @@ class ForkableCache(Cache):
         raise NotImplementedError
 
     @contextmanager
-    def fork(self, tree: TokenTree, rows: Tensor | None = None) -> Iterator[Fork]:
-        """Opens a speculative round on `rows` (all by default). Leaving the context without `refresh` discards it."""
+    def fork(self, tree: TokenTree, rows: Tensor | None = None, behind: int = 0) -> Iterator[Fork]:
+        """Opens a speculative round on `rows` (all by default). Leaving the context without `refresh` discards it.
+
+        With `behind`, the tree hangs that many positions before the end of the committed text, and sees only what lies
+        before; such a round is never refreshed.
+        """
         self._check_usable()
         if self._fork is not None:
             raise RuntimeError("This cache has an open fork. One cache serves one `generate` call at a time.")
@@ -187,7 +191,7 @@ class ForkableCache(Cache):
             self.length_bound = int(self.lengths.max())
         # Room is made first: that may lower the bound, which the fork takes over.
         self.reserve(self.length_bound + tree.max_depth + 1)
-        fork = Fork(self, tree, rows)
+        fork = Fork(self, tree, rows, behind)
         try:
             self._fork = fork
             yield fork

@@ -82,7 +82,8 @@ def generate(model, *args, **kwargs):
 
     Args:
         tree_config (`TreeConfig` or `dict`, *optional*): verify draft trees. Without it this is stock `generate`.
-        assistant_model (`PreTrainedModel`, *optional*): a causal model of the same vocabulary that drafts.
+        assistant_model (`PreTrainedModel`, *optional*): a causal model of the same vocabulary that drafts. Without
+            one, the draft head inside the model's checkpoint does.
         num_assistant_tokens (`int`, *optional*): the depth, where `tree_config` has none.
         assistant_confidence_threshold (`float`, *optional*): do not draft below this estimated path probability.
         prefill_chunk_size (`int`, *optional*, defaults to 512): prompt tokens per prefill forward.
@@ -135,6 +136,7 @@ class _Drafting:
         if tree_config.depth is None and depth is not None:
             tree_config = TreeConfig.from_dict({**tree_config.to_dict(), "depth": depth})
         self.tree_config = tree_config
+        self.model = model
         self.assistant_model = None if tree_config.budget == 1 else assistant_model
         self.threshold = option("assistant_confidence_threshold", arguments, *configs) or 0.0
         if not 0 <= self.threshold < 1:
@@ -142,6 +144,14 @@ class _Drafting:
         self.chunk_size = option("prefill_chunk_size", arguments, *configs)
         if self.chunk_size is not None and (not isinstance(self.chunk_size, int) or self.chunk_size < 1):
             raise ValueError(f"`prefill_chunk_size` is {self.chunk_size!r}; it must be a positive integer or `None`.")
+        self.head = None
+        if tree_config.budget > 1 and assistant_model is None:
+            from .heads import head_of
+
+            try:
+                self.head = head_of(model)
+            except ValueError as error:
+                raise ValueError(f"`tree_config` has `budget={tree_config.budget}`. {error}") from error
 
     @contextmanager
     def assistant_enabled(self):
@@ -163,13 +173,23 @@ class _Drafting:
                         del _borrowers[assistant]
                         disable(assistant)
 
-    def generator(self, rows: int) -> TreeCandidateGenerator:
+    @property
+    def head_layers(self) -> int:
+        """Window rings that the drafter needs in the target's cache."""
+        return 0 if self.head is None else 1
+
+    def generator(self, cache: TreeCache) -> TreeCandidateGenerator:
         """The drafter of this call."""
+        config, threshold = self.tree_config, self.threshold
+        if self.head is not None:
+            from .drafting.mtp import MTPTreeGenerator
+
+            return MTPTreeGenerator(self.model, self.head, cache, config, threshold)
         if self.assistant_model is None:
             return RootGenerator()
         from .drafting.assistant import AssistantTreeGenerator
 
-        return AssistantTreeGenerator(self.assistant_model, self.tree_config, rows, self.threshold, self.chunk_size)
+        return AssistantTreeGenerator(self.assistant_model, config, cache.rows, threshold, self.chunk_size)
 
 
 def decode(
@@ -188,16 +208,18 @@ def decode(
     tokens, lengths = (x.to(device_of(model)) for x in left_align(input_ids, model_kwargs.get("attention_mask")))
     cache = model_kwargs.get("cache")
     if not isinstance(cache, TreeCache):
-        cache = TreeCache(model.config, batch, max(DEFAULT_SPARE, config.resolved_depth + 1), tokens.device)
-    reuse_prefix(cache, model.config, tokens, lengths, config.resolved_depth + 1)
-    generator = drafting.generator(batch)
+        spare = max(DEFAULT_SPARE, config.resolved_depth + 1)
+        cache = TreeCache(model.config, batch, spare, tokens.device, drafting.head_layers)
+    reuse_prefix(cache, model.config, tokens, lengths, config.resolved_depth + 1, drafting.head_layers)
+    generator = drafting.generator(cache)
     stats = TreeStats()
-    with stats.timed("prefill"):
-        prefill(model, cache, tokens, lengths - 1, drafting.chunk_size)
-        generator.begin(tokens, lengths - 1)
     end, pad = generation_config._eos_token_tensor, generation_config._pad_token_tensor
-    limit = generation_config.max_length - width
-    new_tokens = decode_rows(model, cache, tokens, lengths, generator, config.resolved_depth, limit, end, pad, stats)
+    limit, depth = generation_config.max_length - width, config.resolved_depth
+    with generator.attached():
+        with stats.timed("prefill"):
+            prefill(model, cache, tokens, lengths - 1, drafting.chunk_size, generator)
+            generator.begin(tokens, lengths - 1)
+        new_tokens = decode_rows(model, cache, tokens, lengths, generator, depth, limit, end, pad, stats)
     sequences = torch.cat([input_ids, new_tokens.to(input_ids.device)], 1)
     if generation_config.return_dict_in_generate:
         return TreeGenerateOutput(sequences=sequences, cache=cache, tree_stats=stats.to_dict())
@@ -245,6 +267,7 @@ def decode_rows(
                 emitted = predicted.gather(1, path.clamp(min=0))  # [B, S + 1]
                 accepted, finished = _stop(emitted, accepted, remaining, end)
             with stats.timed("refresh"):
+                generator.read(fork, path, accepted, emitted)
                 fork.refresh(path, accepted)
         with stats.timed("accept"):
             column = torch.arange(emitted.shape[1], device=device)

@@ -16,6 +16,8 @@ from .attention import SWAPPED
 logger = logging.getLogger(__name__)
 
 MINIMUM_TRANSFORMERS = "5.24.0"
+# Where a live model keeps the draft head of its checkpoint (not a submodule).
+HEAD_ATTRIBUTE = "_treespec_head"
 _STOCK = {tree: stock for stock, tree in SWAPPED.items()}
 _CALLS = {
     "DeepseekV4Attention": ("hidden_states", "position_embeddings", "position_ids", "attention_mask", "cache"),
@@ -59,6 +61,7 @@ def disable(model: nn.Module) -> nn.Module:
     inner = unwrap(model)
     _swap([(module, _STOCK[type(module)]) for module in inner.modules() if type(module) in _STOCK])
     inner.__dict__.pop("generate", None)
+    inner.__dict__.pop(HEAD_ATTRIBUTE, None)
     return model
 
 

@@ -20,11 +20,11 @@ def left_align(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor
     return input_ids.gather(1, columns.clamp(max=width - 1)), lengths
 
 
-def prefill(model, cache, tokens: Tensor, lengths: Tensor, chunk_size: int | None = None) -> None:
+def prefill(model, cache, tokens: Tensor, lengths: Tensor, chunk_size: int | None = None, generator=None) -> None:
     """Brings every row of `cache` to `lengths` `[rows]` with `tokens` `[rows, P]`, `chunk_size` tokens per forward.
 
     Rows may start anywhere (a reused cache) and drop out as they finish. No logits are needed: the last prompt token
-    is the first round's root.
+    is the first round's root. A `generator` (`TreeCandidateGenerator`) reads along.
     """
     chunk_size = DEFAULT_CHUNK_SIZE if chunk_size is None else chunk_size
     starts = cache.lengths
@@ -36,8 +36,11 @@ def prefill(model, cache, tokens: Tensor, lengths: Tensor, chunk_size: int | Non
         columns = torch.arange(int(counts.max()), device=tokens.device)
         begin = starts if rows is None else starts[rows]
         columns = (begin[:, None] + offset + columns).clamp(max=tokens.shape[1] - 1)
-        chunk = (tokens if rows is None else tokens[rows]).gather(1, columns)
+        prompts = tokens if rows is None else tokens[rows]
+        chunk = prompts.gather(1, columns)
         with cache.fork(TokenTree.chain(chunk, counts), rows) as fork:
             model(**fork.model_inputs(), logits_to_keep=torch.zeros_like(counts)[:, None])
             path = torch.arange(chunk.shape[1], device=tokens.device).expand_as(chunk)
+            if generator is not None:
+                generator.read(fork, path, counts, prompts.gather(1, (columns + 1).clamp(max=tokens.shape[1] - 1)))
             fork.refresh(path, counts)

@@ -6,7 +6,7 @@ from torch import Tensor
 from .cache import TreeCache
 
 
-def reuse_prefix(cache: TreeCache, config, tokens: Tensor, lengths: Tensor, depth: int) -> None:
+def reuse_prefix(cache: TreeCache, config, tokens: Tensor, lengths: Tensor, depth: int, head_layers: int = 0) -> None:
     """Shortens every row of `cache` to what it shares with the new prompt, so that prefill continues there.
 
     A row that continues keeps everything, one that diverges within `spare` tokens of its end is rewound, any other
@@ -16,6 +16,9 @@ def reuse_prefix(cache: TreeCache, config, tokens: Tensor, lengths: Tensor, dept
         config: of the model that is to use the cache.
         tokens, lengths: the whole conversation, left-aligned `[rows, P]`, and its length per row.
         depth: tokens a round may commit; a cache with fewer spare slots is emptied and gets larger rings.
+        head_layers: window rings that the drafter needs; a cache without them is emptied. With them one token more is
+            read again: the head starts from the streams of the last committed token, and its key there depends on
+            the token behind.
 
     Raises:
         ValueError: if the number of rows or the model's shape differs.
@@ -28,6 +31,7 @@ def reuse_prefix(cache: TreeCache, config, tokens: Tensor, lengths: Tensor, dept
         )
     if not cache.fits(config):
         raise ValueError("`cache` was made for a model of another shape; pass one that this model returned, or none.")
+    cache.set_head_layers(config, head_layers)
     if not int(cache.lengths.max()):
         if depth > cache.spare:
             cache.reset(spare=depth)
@@ -37,6 +41,8 @@ def reuse_prefix(cache: TreeCache, config, tokens: Tensor, lengths: Tensor, dept
     known = columns < torch.minimum(cache.lengths, lengths - 1)[:, None]
     same = (cache.token_ids[:, :width] == tokens[:, :width]) & known
     kept = same.long().cumprod(1).sum(1)
+    if head_layers:
+        kept = (kept - 1).clamp(min=0)
     if depth > cache.spare:
         cache.reset(spare=depth)
         return

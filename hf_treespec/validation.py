@@ -123,8 +123,14 @@ def check_prepared(logits_processor, stopping_criteria) -> None:
 
 
 def check_assistant(model, assistant_model, tree_config: TreeConfig) -> None:
-    """Raises unless the drafter that the config needs is there and fits the target."""
+    """Raises unless the assistant that the config needs is there and fits the target."""
     if tree_config.budget == 1 and tree_config.drafter == "auto":
+        return
+    if tree_config.drafter == "mtp" and assistant_model is not None:
+        raise ValueError(
+            "`drafter='mtp'` drafts with the checkpoint's own head; drop `assistant_model=` or `drafter`."
+        )
+    if assistant_model is None and tree_config.drafter in ("auto", "mtp"):
         return
     if assistant_model is None:
         raise ValueError(

@@ -15,6 +15,7 @@ from oracle import build_model, generator, tiny_config  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
 import hf_treespec  # noqa: E402
+from hf_treespec.fork import ForkableCache  # noqa: E402
 
 
 torch.set_num_threads(1)
@@ -38,3 +39,16 @@ def drafter(model):
     with torch.no_grad():
         weight.add_(torch.randn(weight.shape, generator=generator(7)) * weight.std() * 0.3)
     return noisy
+
+
+@pytest.fixture()
+def loose_bounds(monkeypatch):
+    """As on accelerators, where the host knows a bound of the lengths only, and works with columns that nothing fills."""
+    reserve = ForkableCache.reserve
+
+    def loose(self, length: int) -> None:
+        reserve(self, length + 11)
+        self.length_bound += 11
+
+    monkeypatch.setattr(ForkableCache, "reserve", loose)
+    return monkeypatch

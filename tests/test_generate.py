@@ -8,10 +8,12 @@ import pytest
 import torch
 from decoding import ASSISTANTS, CHAIN, TREE, make_assistant, run
 from oracle import assert_greedy, build_model, generator, left_pad, random_texts, tiny_config
+from rounds import filled_cache
 
 import hf_treespec
-from hf_treespec import TreeCache, TreeConfig
-from hf_treespec.fork import Fork
+from hf_treespec import TokenTree, TreeCache, TreeConfig
+from hf_treespec.drafting import TreeCandidateGenerator
+from hf_treespec.generation import TreeStats, decode_rows
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +36,15 @@ def test_trees_write_the_oracles_text(model, drafter, prompts, plain, tree):
     # A drafter this good is often right: several different lengths were committed.
     assert len(output.tree_stats["accepted_lengths"]) >= 3
     assert not hf_treespec.is_enabled(drafter)
+
+
+@pytest.mark.parametrize("tree", [CHAIN, TREE], ids=["chain", "tree"])
+def test_twenty_prompts(model, drafter, tree):
+    """Single rows, shown by one teacher-forced oracle pass over all texts."""
+    texts = random_texts(generator(6), range(8, 68, 3))
+    written = [run(model, [text], tree_config=tree, assistant_model=drafter)[1][0] for text in texts]
+    assert len(written) == 20 and all(len(row) == len(text) + 64 for row, text in zip(written, texts))
+    assert_greedy(model, written, [len(text) for text in texts])
 
 
 @pytest.mark.parametrize("kind", ASSISTANTS)
@@ -97,6 +108,49 @@ def test_end_of_sequence_at_any_place_of_a_block(model, prompts, plain, place):
         assert output.cache.lengths.tolist() == [len(text) - 1]
 
 
+class Clairvoyant(TreeCandidateGenerator):
+    """Drafts chains of the known text that turn wrong somewhere, and beyond what a row may still write."""
+
+    def __init__(self, texts, places) -> None:
+        self.texts, self.places, self.rng = texts, list(places), generator(8)
+
+    def propose(self, rows, roots, depth, limits=None) -> TokenTree:
+        self.rows = list(range(len(self.texts))) if rows is None else rows.tolist()
+        chains = []
+        for row, root in zip(self.rows, roots.tolist()):
+            chain = torch.nn.functional.pad(self.texts[row], (0, 7), value=1)[self.places[row] :][:7].clone()
+            assert chain[0] == root
+            chain[int(torch.randint(1, 9, (1,), generator=self.rng)) :] = 1
+            chains.append(chain)
+        return TokenTree.chain(torch.stack(chains))
+
+    def update(self, path, path_lengths, predicted) -> None:
+        for row, length in zip(self.rows, path_lengths.tolist()):
+            self.places[row] += length
+
+
+@pytest.mark.parametrize("end", [None, [3], [3, 11, 29, 47, 60, 71, 80]], ids=str)
+@pytest.mark.parametrize("limit", [1, 5, 41])
+def test_the_loop_stops_every_row_where_it_must(model, prompts, plain, end, limit):
+    lengths = torch.tensor([len(text) for text in prompts])
+    cache, stats = filled_cache(model, [text[:-1] for text in prompts]), TreeStats()
+    tokens = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
+    drafter = Clairvoyant(plain, (lengths - 1).tolist())
+    ends = None if end is None else torch.tensor(end)
+    with torch.no_grad():
+        new = decode_rows(model, cache, tokens, lengths, drafter, 6, limit, ends, torch.tensor(96), stats)
+    expected = []
+    for prompt, text in zip(prompts, plain):
+        row = text[len(prompt) :][:limit].tolist()
+        stop = next((i + 1 for i, token in enumerate(row) if token in (end or [])), limit)
+        expected.append(row[:stop])
+    width = max(map(len, expected))
+    assert new.tolist() == [row + [96] * (width - len(row)) for row in expected]
+    assert stats.emitted_tokens == sum(map(len, expected)) == sum(n * k for n, k in stats.accepted_lengths.items())
+    assert cache.lengths.tolist() == [len(prompt) - 1 + len(row) for prompt, row in zip(prompts, expected)]
+    assert limit < 41 or end or len(stats.accepted_lengths) > 4
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -127,15 +181,7 @@ def test_short_prompts(model, drafter, lengths):
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v4", "mistral"])
-def test_lengths_may_be_known_as_a_bound_only(model, prompts, plain, kind, monkeypatch):
-    """As on accelerators: see the test of the same name in test_verification.py."""
-
-    class LooseFork(Fork):
-        def __init__(self, cache, tree, rows) -> None:
-            super().__init__(cache, tree, rows)
-            self.max_length += 11
-
-    monkeypatch.setattr(hf_treespec.fork, "Fork", LooseFork)
+def test_lengths_may_be_known_as_a_bound_only(model, prompts, plain, kind, loose_bounds):
     texts = run(model, prompts, 12, tree_config=TREE, assistant_model=make_assistant(kind))[1]
     assert all(torch.equal(text, full[: len(text)]) for text, full in zip(texts, plain))
 
@@ -176,8 +222,10 @@ def test_output_fields_and_stats(model, drafter, prompts):
     assert stats["rounds"] < stats["nodes"] <= 8 * stats["rounds"]
     assert set(stats["time"]) == {"prefill", "draft", "verify", "accept", "refresh"}
     assert all(seconds > 0 for seconds in stats["time"].values())
-    plain = model.generate(**left_pad(prompts), max_new_tokens=20, **options)
-    assert torch.equal(plain, output.sequences)
+    # Without `return_dict_in_generate` the tokens alone; and nothing of a call is left for the next.
+    assert torch.equal(model.generate(**left_pad(prompts), max_new_tokens=20, **options), output.sequences)
+    again = run(model, prompts, 20, **options)[0].tree_stats
+    assert {**again, "time": None} == {**stats, "time": None}
 
 
 def test_depth_from_num_assistant_tokens(model, prompts):

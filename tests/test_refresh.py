@@ -1,8 +1,10 @@
 """Commits of any width at any phase, interrupted rounds, rewinding: the state is always that of a fresh prefill."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
-from oracle import assert_logits, build_model, generator, oracle_logits, random_texts, tiny_config
+from oracle import assert_logits, build_model, generator, random_texts, tiny_config
 from rounds import (
     append,
     assert_decodes_on,
@@ -17,7 +19,8 @@ from rounds import (
 
 import hf_treespec.cache
 import hf_treespec.fork
-from hf_treespec import TokenTree
+from hf_treespec import TokenTree, ops
+from hf_treespec.bench.oracle import oracle_logits
 
 
 def test_fifty_rounds_of_random_acceptance(model):
@@ -84,3 +87,20 @@ def test_full_acceptance_round_after_round(model):
         assert_nodes(model, run_round(model, cache, tree, path, lengths), texts, tree)
         texts = append(texts, tree, path, lengths)
     assert_same_state(cache, filled_cache(model, texts, spare=9))
+
+
+@pytest.mark.parametrize("count", [6, 40, 75])
+def test_every_slot_is_written_once(model, count):
+    """Duplicates would be written in any order on an accelerator; a chunk longer than a ring has them by nature."""
+    texts = random_texts(generator(8), (30, 11))
+    cache, tree = filled_cache(model, texts), TokenTree.chain(torch.stack(random_texts(generator(9), (count, count))))
+    write, slots = ops.scatter_path, []
+
+    def spy(state, scratch, target, source) -> None:
+        slots.append(list(zip(*(index.tolist() for index in target))))
+        write(state, scratch, target, source)
+
+    with patch.object(ops, "scatter_path", spy):
+        run_round(model, cache, tree, torch.arange(count).expand(2, -1), torch.tensor([count, count - 2]))
+    assert len(slots) > 10 and all(len(set(written)) == len(written) for written in slots)
+    assert min(len(written) for written in slots[:2]) > min(count, 40)

@@ -2,13 +2,23 @@
 
 import pytest
 import torch
-from oracle import assert_logits, build_model, generator, oracle_logits, random_texts, tiny_config
-from rounds import append, assert_nodes, assert_same_state, filled_cache, random_path, random_tree, run_round
+from oracle import assert_logits, build_model, generator, oracle_last_logits, random_texts, tiny_config
+from rounds import (
+    append,
+    assert_nodes,
+    assert_same_state,
+    filled_cache,
+    node_texts,
+    random_path,
+    random_tree,
+    run_round,
+)
 from transformers import DynamicCache
 
 import hf_treespec
 from hf_treespec import TokenTree, TreeCache
-from hf_treespec.fork import DEFAULT_SPARE, Fork
+from hf_treespec.bench.oracle import oracle_logits
+from hf_treespec.fork import DEFAULT_SPARE
 
 
 SLIDING, CSA, HCA = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
@@ -219,20 +229,26 @@ def test_any_spare(model, spare):
     assert_nodes(model, run_round(model, cache, tree), texts, tree)
 
 
-def test_lengths_may_be_known_as_a_bound_only(target, monkeypatch):
-    """On accelerators the host does not know what was accepted, and works with more columns than there are."""
-
-    class LooseFork(Fork):
-        def __init__(self, cache, tree, rows) -> None:
-            super().__init__(cache, tree, rows)
-            self.max_length += 11
-
-    monkeypatch.setattr(hf_treespec.fork, "Fork", LooseFork)
+def test_lengths_may_be_known_as_a_bound_only(target, loose_bounds):
     rng = generator(13)
     texts = random_texts(rng, (44, 19, 0))
     cache = filled_cache(target, texts, chunk_size=20)
     tree = random_tree(rng, 3, 16, "deep", ragged=True)
     path, lengths = random_path(rng, tree)
     assert_nodes(target, run_round(target, cache, tree, path, lengths), texts, tree)
-    monkeypatch.undo()
+    loose_bounds.undo()
     assert_same_state(cache, filled_cache(target, append(texts, tree, path, lengths)))
+
+
+def test_bf16_is_as_close_to_fp32_as_stock(model):
+    rng = generator(14)
+    texts = random_texts(rng, (44, 19, 30))
+    tree = random_tree(rng, 3, 12, "deep")
+    nodes, paths = node_texts(texts, tree)
+    exact = oracle_last_logits(model, paths)
+    half = hf_treespec.enable(build_model(tiny_config()).to(torch.bfloat16))
+    ours = run_round(half, filled_cache(half, texts), tree)
+    assert ours.dtype == torch.bfloat16
+    ours = torch.stack([ours[row, node] for row, node in nodes])
+    errors = [(logits.float() - exact).norm(dim=-1).median() for logits in (ours, oracle_last_logits(half, paths))]
+    assert errors[0] < 1.3 * errors[1]

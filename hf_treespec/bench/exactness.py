@@ -21,6 +21,9 @@ def main(
     assistant: Annotated[str | None, typer.Option(help="Draft model; the shipped one by default.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
     limit: Annotated[int, typer.Option(min=1)] = 200,
+    drafts: Annotated[str, typer.Option(help="Comma-separated: `trained`, `random` (its weights drawn anew).")] = (
+        "trained,random"
+    ),
     batch_size: Annotated[int, typer.Option(min=1, help="Rows of the batch that is compared with single rows.")] = 16,
 ) -> None:
     """Counts texts that differ from the oracle, per configuration and draft."""
@@ -36,13 +39,13 @@ def main(
     tokenizer = AutoTokenizer.from_pretrained(model or checkpoint("tiny-target"))
     trained = AutoModelForCausalLM.from_pretrained(assistant or checkpoint("tiny-draft"))
     torch.manual_seed(0)
-    untrained = type(trained)(trained.config).eval()
-    drafts = {"trained": hf_treespec.enable(trained), "random": hf_treespec.enable(untrained)}
+    choices = {"trained": trained, "random": type(trained)(trained.config).eval()}
+    models = {name: hf_treespec.enable(choices[name]) for name in drafts.split(",")}
     share = -(-limit // len(prompts))
     texts = [row["prompt"] for path in prompts for row in read_prompts(path)[:share]][:limit]
     options = {"max_new_tokens": max_new_tokens, "do_sample": False}
     runs = {("budget=1", "none"): (TreeConfig(budget=1), None)}
-    for name, draft in drafts.items():
+    for name, draft in models.items():
         runs["chain of 8", name] = TreeConfig(budget=8, top_k=1), draft
         runs["tree of 8", name] = TreeConfig(budget=8), draft
     for (label, name), (config, draft) in runs.items():
@@ -55,8 +58,11 @@ def main(
         console.print(f"{label}, {name} draft: {len(texts) - len(differences)} of {len(texts)} texts are the oracle's")
         for position, margin in differences:
             console.print(f"  differs at position {position}, oracle's margin {margin:.2e}")
-    same = _rows_that_match(target, tokenizer, drafts["trained"], texts, batch_size, options)
-    console.print(f"batches of {batch_size}, tree of 8: {same} of {len(texts)} rows equal the same row alone")
+    for name, draft in models.items():
+        same = _rows_that_match(target, tokenizer, draft, texts, batch_size, options)
+        console.print(
+            f"batches of {batch_size}, tree of 8, {name} draft: {same} of {len(texts)} rows equal the same row alone"
+        )
 
 
 def _rows_that_match(target, tokenizer, draft, texts: list[str], batch_size: int, options: dict) -> int:

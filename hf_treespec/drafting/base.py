@@ -1,16 +1,31 @@
-"""`TreeCandidateGenerator`: the three verbs of a drafter."""
+"""`TreeCandidateGenerator`: the verbs of a drafter."""
+
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 from transformers.generation.candidate_generator import CandidateGenerator
 
+from ..fork import Fork
 from ..tree import TokenTree
 
 
 class TreeCandidateGenerator(CandidateGenerator):
     """Drafts token trees for all rows of one `generate` call. All of its state lives for that call."""
 
+    def attached(self) -> AbstractContextManager:
+        """The context in which the target runs for this drafter: whatever it needs to see is hooked here."""
+        return nullcontext()
+
     def begin(self, tokens: Tensor, lengths: Tensor) -> None:
         """Takes in the committed context: `tokens` `[rows, P]`, of which the first `lengths` `[rows]` are real."""
+
+    def read(self, fork: Fork, path: Tensor, path_lengths: Tensor, following: Tensor) -> None:
+        """Sees what the target's open round is about to commit, in prefill and in decoding.
+
+        Args:
+            path: nodes by depth `[B, P]`, of which `path_lengths` `[B]` will be committed.
+            following: the token behind each of them, `[B, P]`.
+        """
 
     def propose(self, rows: Tensor | None, roots: Tensor, depth: int, limits: Tensor | None = None) -> TokenTree:
         """Drafts at most `depth` levels below `roots` `[B]` for the physical `rows` `[B]` (all by default), and at

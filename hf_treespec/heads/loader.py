@@ -1,0 +1,243 @@
+"""Finding, reading and writing the head of a checkpoint: only the shards that hold `mtp.*`, tensor by tensor."""
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+from ..modeling import HEAD_ATTRIBUTE
+from . import names
+from .mtp import MTPHead, parameter_dtype
+
+
+HEAD_WEIGHTS_NAME = "model-mtp.safetensors"
+_WAY_OUT = "Pass `assistant_model=`, or set `budget=1` for plain decoding."
+
+
+class HeadCheckpoint:
+    """The `mtp.*` tensors of a checkpoint: where they lie, and their values when asked for.
+
+    Args:
+        path: local folder, or Hub repository id.
+
+    Attributes:
+        names: the head's tensors, as `mtp.<stage>....`.
+
+    Raises:
+        ValueError: if there is no checkpoint in safetensors.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        weight_map = self._weight_map()
+        # Canonical name -> (name in the file, shard).
+        self._places = {
+            name: (stored, shard) for stored, shard in weight_map.items() if (name := names.canonical(stored))
+        }
+        self.names = set(self._places)
+        self._files = ExitStack()
+        self._open: dict[str, Any] = {}
+
+    def _file(self, name: str) -> str | None:
+        try:
+            return cached_file(self.path, name, _raise_exceptions_for_missing_entries=False)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"No draft head: cannot read the checkpoint {self.path!r} ({error}). {_WAY_OUT}"
+            ) from error
+
+    def _weight_map(self) -> dict[str, str]:
+        """Shard of every tensor."""
+        index = self._file(SAFE_WEIGHTS_INDEX_NAME)
+        if index is not None:
+            return json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+        single = self._file(SAFE_WEIGHTS_NAME)
+        if single is None:
+            raise ValueError(
+                f"No draft head: {self.path!r} has neither `{SAFE_WEIGHTS_INDEX_NAME}` nor `{SAFE_WEIGHTS_NAME}`. "
+                f"{_WAY_OUT}"
+            )
+        with safe_open(single, "pt") as file:
+            return dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
+
+    def kind(self, config: Any = None) -> str | None:
+        """`"dspark"`, `"mtp"` or `None`. The checkpoint's own config decides; without one, that of the model does."""
+        path = self._file("config.json")
+        keys = json.loads(Path(path).read_text(encoding="utf-8")) if path else vars(config) if config else {}
+        if keys.get("dspark_block_size") is not None:
+            return "dspark"
+        return "mtp" if any(name.startswith(names.STAGE_PREFIX) for name in self.names) else None
+
+    def read(self, name: str) -> Tensor:
+        """A tensor as it is stored."""
+        stored, shard = self._places[name]
+        if shard not in self._open:
+            path = self._file(shard)
+            if path is None:
+                raise ValueError(f"Shard `{shard}` of {self.path!r}, which holds `{stored}`, is missing.")
+            self._open[shard] = self._files.enter_context(safe_open(path, "pt"))
+        return self._open[shard].get_tensor(stored)
+
+    def __enter__(self) -> "HeadCheckpoint":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._files.close()
+
+
+def detect_head(path: str, config: Any = None) -> str | None:
+    """Which head the checkpoint at `path` (local folder or Hub id) ships: `"mtp"`, `"dspark"` or `None`.
+
+    The number of `num_nextn_predict_layers` is no evidence: it is 1 for both kinds.
+    """
+    with HeadCheckpoint(str(path)) as checkpoint:
+        return checkpoint.kind(config)
+
+
+def load_head(path: str, config: Any, dtype: torch.dtype = torch.float32, device: torch.device = "cpu") -> MTPHead:
+    """Loads the MTP head of a checkpoint, dequantised.
+
+    Args:
+        path: local folder or Hub id.
+        config: the trunk's `DeepseekV4Config`.
+        dtype: of the weights; norms and hyper-connections stay in fp32, as in transformers.
+
+    Raises:
+        ValueError: if there is no MTP head, or a tensor is missing, left over, misshapen or not to be dequantised.
+    """
+    with HeadCheckpoint(str(path)) as checkpoint:
+        _check_kind(checkpoint, config)
+        with torch.device("meta"):
+            head = MTPHead(config)
+        shapes = {name: tensor.shape for name, tensor in head.state_dict().items()}
+        sources = {name: names.pieces(name, shape, checkpoint.names) for name, shape in shapes.items()}
+        _check_names(checkpoint, [piece.name for pieces in sources.values() for piece in pieces])
+        faults: list[str] = []
+        state = {}
+        for name, shape in shapes.items():
+            state[name] = torch.empty(shape, dtype=parameter_dtype(name, dtype), device=device)
+            faults += _fill(state[name], sources[name], checkpoint)
+    if faults:
+        raise ValueError(f"The MTP head of {path!r} does not fit the model: " + "; ".join(faults) + ".")
+    head.load_state_dict(state, assign=True)
+    return head.to(device).eval().requires_grad_(False)
+
+
+def _check_kind(checkpoint: HeadCheckpoint, config: Any) -> None:
+    dspark = names.dspark_only(checkpoint.names)
+    if dspark or checkpoint.kind(config) == "dspark":
+        found = _listed(dspark) if dspark else "config key `dspark_block_size`"
+        raise ValueError(f"{checkpoint.path!r} holds a DSpark head, which cannot be used as MTP: {found}. {_WAY_OUT}")
+    if not checkpoint.names:
+        raise ValueError(f"{checkpoint.path!r} ships no draft head (no tensor named `mtp.*`). {_WAY_OUT}")
+
+
+def _check_names(checkpoint: HeadCheckpoint, wanted: list[str]) -> None:
+    """Raises unless the checkpoint holds all `wanted` tensors, and nothing else beside their scales."""
+    present = checkpoint.names
+    missing = sorted(set(wanted) - present)
+    scales = {names.scale_of(name, present) for name in wanted}
+    extra = sorted(present - set(wanted) - scales)
+    if missing or extra:
+        faults = [f"missing: {_listed(missing)}"] * bool(missing) + [f"unexpected: {_listed(extra)}"] * bool(extra)
+        raise ValueError(f"The MTP head of {checkpoint.path!r} is not complete; " + "; ".join(faults) + ".")
+
+
+def _listed(items: list[str], most: int = 20) -> str:
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(f"`{item}`" for item in items[:most]) + more
+
+
+def _fill(target: Tensor, pieces: list[names.Piece], checkpoint: HeadCheckpoint) -> Iterator[str]:
+    """Copies the pieces into `target`; yields what is wrong with them."""
+    for piece in pieces:
+        part = target[piece.index]
+        try:
+            value = _dequantised(piece.name, checkpoint)
+        except ValueError as error:
+            yield f"`{piece.name}` ({error})"
+            continue
+        if value.shape == part.shape:
+            part.copy_(value)
+        else:
+            yield f"`{piece.name}` has shape {list(value.shape)} instead of {list(part.shape)}"
+
+
+def _dequantised(name: str, checkpoint: HeadCheckpoint) -> Tensor:
+    """A tensor in floating point; FP8 and packed FP4 ones go through transformers' own dequantisation."""
+    value = checkpoint.read(name)
+    scale = names.scale_of(name, checkpoint.names)
+    if scale is None:
+        if not value.is_floating_point() or value.element_size() == 1:
+            raise ValueError(f"{value.dtype} without a scale")
+        return value
+    scales = checkpoint.read(scale)
+    if scales.dtype == torch.uint8:
+        scales = scales.view(torch.float8_e8m0fnu)
+    # With fp32 scales the result is fp32 too: rounding to the model's dtype happens once, when it is copied.
+    sources = {"weight": value, "weight_scale_inv": scales.float()}
+    return Fp8Dequantize(None).convert(sources)["weight"]
+
+
+def save_head(head: MTPHead, save_directory: str) -> None:
+    """Writes the head in official names as a shard of its own and names it in the folder's index.
+
+    In the folder of a model, also one with a single weights file, plain `from_pretrained` goes on to load the model,
+    and the head is found beside it. Scales of a quantised head that this one replaces leave the index.
+    """
+    folder = Path(save_directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {}
+    for name, value in head.state_dict().items():
+        for piece in names.official_pieces(name, value.shape):
+            tensors[piece.name] = value[piece.index].detach().cpu().contiguous().clone()
+    save_file(tensors, folder / HEAD_WEIGHTS_NAME, metadata={"format": "pt"})
+    index_path, single = folder / SAFE_WEIGHTS_INDEX_NAME, folder / SAFE_WEIGHTS_NAME
+    index = {"metadata": {}, "weight_map": {}}
+    if index_path.exists():
+        index = json.loads(index_path.read_text(encoding="utf-8"))
+    elif single.exists():
+        with safe_open(single, "pt") as file:
+            index["weight_map"] = dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
+    trunk = {name: shard for name, shard in index["weight_map"].items() if names.canonical(name) is None}
+    index["weight_map"] = {**trunk, **dict.fromkeys(tensors, HEAD_WEIGHTS_NAME)}
+    index_path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+class _LoadedHead:
+    """The head of a live model. Not a submodule, so that nothing that walks or saves the model meets it; copies and
+    pickles of the model leave it out and load it again when they need it."""
+
+    def __init__(self, head: MTPHead | None = None, key: tuple | None = None) -> None:
+        self.head, self.key = head, key
+
+    def __reduce__(self):
+        return _LoadedHead, ()
+
+
+def head_of(model: Any) -> MTPHead:
+    """The head of the checkpoint that an enabled model came from, beside its last layer; read once per model.
+
+    Raises:
+        ValueError: if there is none, naming what to do instead.
+    """
+    path = model.config._name_or_path
+    if not path:
+        raise ValueError(f"No draft head: the model was not loaded from a checkpoint. {_WAY_OUT}")
+    last = model.model.layers[-1].input_layernorm
+    device = getattr(getattr(last, "_hf_hook", None), "execution_device", None)
+    device = torch.device(last.weight.device if device is None else device)
+    key = (path, model.dtype, device)
+    loaded = model.__dict__.get(HEAD_ATTRIBUTE)
+    if loaded is None or loaded.key != key:
+        loaded = _LoadedHead(load_head(path, model.config, model.dtype, device), key)
+        model.__dict__[HEAD_ATTRIBUTE] = loaded
+    return loaded.head
