@@ -1,13 +1,15 @@
 """Train the tiny DeepSeek-V4 pair that `hf_treespec` ships: a target with every V4 mechanism and a one-layer draft.
 
 DATA holds `*.txt` files named as in `MIX`: documents that end with DeepSeek's end-of-sentence marker, chats written
-as `<｜User｜>...<｜Assistant｜>...`. All is seeded; `target` and `draft` resume when run again. In order, on 2 cores:
+as `<｜User｜>...<｜Assistant｜>...`. Seeded; `target` and `draft` resume when run again. The shipped pair, in order:
 
     python train_tiny.py tokenizer --data DATA --out RUN/tokenizer
-    python train_tiny.py target --data DATA --out RUN/target --tokenizer RUN/tokenizer --tokens 10500000
-    python train_tiny.py answers --data DATA --out RUN/answers.json --target RUN/target/latest --minutes 5
+    python train_tiny.py target --data DATA --out RUN/target --tokenizer RUN/tokenizer --tokens 5600000
+    python train_tiny.py answers --data DATA --out RUN/answers.json --target RUN/target/latest --minutes 6
     python train_tiny.py draft --data DATA --out RUN/draft --target RUN/target/latest --answers RUN/answers.json \\
-        --tokens 6000000
+        --tokens 1700000
+
+The model card of `tiny-target` says where its run departed from this, and names a last stage that is not here.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A position-keyed cache for ordinary decoder-only models (full or sliding attention), with the same fork and refresh.
+"""A position-keyed cache for ordinary decoder-only models (full or sliding attention): the same fork and refresh.
 
 The model sees a standard `Cache`: `update` returns the committed keys, slot = position, and the round's nodes behind
 them; 4-D masks made from the tree say what each node may see. Nothing is ever compacted.

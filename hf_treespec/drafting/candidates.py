@@ -28,7 +28,7 @@ class CandidatePool:
         return self.tokens.shape[1]
 
     def add_level(self, parents: Tensor, tokens: Tensor, probabilities: Tensor, acceptance: Tensor) -> None:
-        """Adds the candidates `[B, w, k]` below the pool entries `parents` `[B, w]`; acceptance 0: not really expanded."""
+        """Adds the candidates `[B, w, k]` below the pool entries `parents` `[B, w]`; acceptance 0: not expanded."""
         batch, width, top_k = tokens.shape
         first = self.size + top_k * torch.arange(width, device=tokens.device)
         # An entry that was not worth expanding only fills the forward: it has no children to learn from.

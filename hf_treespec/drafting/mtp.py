@@ -19,9 +19,10 @@ class MTPTreeGenerator(LevelTreeGenerator):
     """Grows a tree with the head's recursive steps; every node carries its own lanes.
 
     The head's input at position t needs token t + 1. So a round hangs one position before the end of a committed text
-    of length L: its first step is position L - 1 with the target's streams and the root's embedding, and a candidate of depth d is read at position L - 1 + d with its parent's output
-    lanes. Nodes are scratch. The head's window ring is the last layer of the target's cache, and is filled from the
-    target's streams whenever the target commits: rewinding and reuse of the cache cover it.
+    of length L: its first step is position L - 1 with the target's streams and the root's embedding, and a candidate
+    of depth d is read at position L - 1 + d with its parent's output lanes. Nodes are scratch. The head's window ring
+    is the last layer of the target's cache, and is filled from the target's streams whenever the target commits:
+    rewinding and reuse of the cache cover it.
 
     Args:
         model: the target, enabled.
