@@ -108,9 +108,11 @@ def test_first_difference_finds_a_wrong_token(ending_model, recording):
     assert margin == pytest.approx(float(logits.max() - logits[wrong[place]]), rel=1e-4) and margin > 0
 
 
-def test_forward_timer_sees_every_forward(ending_model):
-    timer = _ForwardTimer(ending_model)
-    ending_model(torch.tensor([[7, 8, 9]]))
+def test_forward_timer_sees_rounds_and_no_prefill(ending_model):
+    timer = _ForwardTimer(ending_model, widest=3)
+    ending_model(input_ids=torch.tensor([[7, 8, 9]]))
     first = timer.seconds
-    ending_model(torch.tensor([[7, 8, 9]]))
-    assert 0 < first < timer.seconds
+    ending_model(input_ids=torch.tensor([[7, 8, 9, 10]]))
+    assert timer.seconds == first > 0
+    ending_model(input_ids=torch.tensor([[7, 8]]))
+    assert timer.seconds > first

@@ -120,16 +120,18 @@ def _plain_against_stock(target, pairs: int, max_new_tokens: int) -> Interval:
 
 
 class _ForwardTimer:
-    """Seconds spent inside the forwards of some models: what is left of a round is ours."""
+    """Seconds spent inside the models' forwards of at most `widest` columns, i.e. in rounds: prompts are longer."""
 
-    def __init__(self, *models) -> None:
+    def __init__(self, *models, widest: int = 32) -> None:
         self.seconds = 0.0
+        self.widest = widest
         for model in models:
-            model.register_forward_pre_hook(lambda *_: self._add(-time.perf_counter()))
-            model.register_forward_hook(lambda *_: self._add(time.perf_counter()))
+            model.register_forward_pre_hook(lambda _, args, kwargs: self._add(kwargs, -1), with_kwargs=True)
+            model.register_forward_hook(lambda _, args, kwargs, output: self._add(kwargs, 1), with_kwargs=True)
 
-    def _add(self, seconds: float) -> None:
-        self.seconds += seconds
+    def _add(self, kwargs: dict, sign: int) -> None:
+        if kwargs["input_ids"].shape[1] <= self.widest:
+            self.seconds += sign * time.perf_counter()
 
 
 def _tree_against_plain(run, tree_config: TreeConfig, ids: list[torch.Tensor], forwards: _ForwardTimer) -> None:
@@ -159,9 +161,8 @@ def _tree_against_plain(run, tree_config: TreeConfig, ids: list[torch.Tensor], f
     draft, verify = (total.time[phase] / total.rounds for phase in ("draft", "verify"))
     one = plain_time / plain_rounds
     implied = accepted / ((draft + verify) / one)
-    # Prefill is nearly all forward, so it counts on both sides.
-    spent = sum(total.time.values())
-    rest = (spent - inside) / (spent - total.time["prefill"])
+    spent = sum(seconds for phase, seconds in total.time.items() if phase != "prefill")
+    rest = (spent - inside) / spent
     measured = median_ratio(seconds)
     console.print(
         f"budget {tree_config.budget}, depth {tree_config.depth}: accepted length {accepted:.2f} "
