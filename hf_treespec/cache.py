@@ -152,8 +152,8 @@ class TreeCache(ForkableCache):
             for name, state in layer.streams.items():
                 target, source = plan.ring(state.ring.shape[1], device)
                 ops.scatter_path(state.ring, fork.scratch(layer_idx, name), target, source)
-                target, source = plan.entries(state.ratio, device)
-                if len(source[0]):
+                target, source = plan.entries(state.ratio, state.entries.shape[1], device)
+                if len(source):
                     ops.scatter_path(state.entries, fork.scratch(layer_idx, f"{name}.entries"), target, source)
 
     def attention_mask(self, fork: Fork) -> dict[str, None]:

@@ -98,7 +98,8 @@ class Fork:
         cache.usable = cache.usable and not overwrites
         batch, column = (depth < path_lengths[:, None]).nonzero(as_tuple=True)
         node, position = path[batch, column], self.lengths[batch] + column
-        ops.scatter_path(cache.token_ids, self.tree.tokens, (all_rows[batch], position), (batch, node))
+        target = all_rows[batch] * cache.token_ids.shape[1] + position
+        ops.scatter_path(cache.token_ids, self.tree.tokens, target, batch * self.tree.tokens.shape[1] + node)
         cache.commit(self, CommitPlan(self, all_rows, batch, node, position, end, path, path_lengths))
         cache.lengths = cache.lengths.index_add(0, all_rows, path_lengths)
         cache.usable = True
@@ -106,7 +107,7 @@ class Fork:
 
 
 class CommitPlan:
-    """Which scratch rows go to which slots, once per ring size, ratio and device."""
+    """Which scratch rows go to which slots, as flat indices, once per ring size, ratio and device."""
 
     def __init__(self, fork: Fork, rows, batch, node, position, end, path, path_lengths) -> None:
         self._fork = fork
@@ -122,13 +123,13 @@ class CommitPlan:
             if self._path.shape[1] > size:
                 kept = (self._age <= size).nonzero()[:, 0]
                 row, batch, node, position = (index[kept] for index in self._flat)
-            indices = (index.to(device) for index in (row, position % size, batch, node))
-            row, slot, batch, node = indices
-            self._memo[size, device] = (row, slot), (batch, node)
+            target = row * size + position % size
+            source = batch * self._fork.tree.tokens.shape[1] + node
+            self._memo[size, device] = target.to(device), source.to(device)
         return self._memo[size, device]
 
-    def entries(self, ratio: int, device: torch.device):
-        key = ("entries", ratio, device)
+    def entries(self, ratio: int, capacity: int, device: torch.device):
+        key = ("entries", ratio, capacity, device)
         if key not in self._memo:
             geometry = self._fork.geometry(device)
             path, lengths = self._path.to(device), self._path_lengths.to(device)
@@ -138,7 +139,8 @@ class CommitPlan:
             accepted = inside & (path.gather(1, depths.clamp(max=path.shape[1] - 1)) == closers)
             batch, rank = accepted.nonzero(as_tuple=True)
             entry = geometry.entry_numbers(ratio)[batch, rank]
-            self._memo[key] = (self._rows.to(device)[batch], entry), (batch, rank)
+            target = self._rows.to(device)[batch] * capacity + entry
+            self._memo[key] = target, batch * closers.shape[1] + rank
         return self._memo[key]
 
 

@@ -296,7 +296,7 @@ def _stop(emitted: Tensor, accepted: Tensor, remaining: Tensor, end: Tensor | No
     finished = accepted == remaining
     if end is not None:
         columns = torch.arange(emitted.shape[1], device=emitted.device)
-        ends = torch.isin(emitted, end.to(emitted.device)) & (columns < accepted[:, None])
+        ends = (emitted[..., None] == end.to(emitted.device)).any(-1) & (columns < accepted[:, None])
         first = torch.where(ends, columns, emitted.shape[1]).amin(1) + 1
         finished = finished | ends.any(1)
         accepted = torch.minimum(accepted, first)

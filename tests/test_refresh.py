@@ -97,7 +97,7 @@ def test_every_slot_is_written_once(model, count):
     write, slots = ops.scatter_path, []
 
     def spy(state, scratch, target, source) -> None:
-        slots.append(list(zip(*(index.tolist() for index in target))))
+        slots.append(target.tolist())
         write(state, scratch, target, source)
 
     with patch.object(ops, "scatter_path", spy):

@@ -3,13 +3,14 @@
 from torch import Tensor
 
 
-def scatter_path(state: Tensor, scratch: Tensor, target: tuple[Tensor, Tensor], source: tuple[Tensor, Tensor]) -> None:
-    """`state[target] = scratch[source]`, in place.
+def scatter_path(state: Tensor, scratch: Tensor, target: Tensor, source: Tensor) -> None:
+    """Writes rows of `scratch` into `state`, in place.
 
     Args:
-        state: committed tensor `[rows, slots, ...]`.
+        state: committed tensor `[rows, slots, ...]`, contiguous.
         scratch: what the round produced, `[B, N, ...]`.
-        target: physical row and slot of each write, both `[M]`.
-        source: batch row and scratch row of each write, both `[M]`.
+        target: place of each write in the flattened first two dimensions of `state`, `[M]`, each once.
+        source: where each comes from in those of `scratch`, `[M]`.
     """
-    state[target] = scratch[source].to(state.dtype)
+    values = scratch.flatten(0, 1).index_select(0, source)
+    state.view(-1, *state.shape[2:]).index_copy_(0, target, values.to(state.dtype))
