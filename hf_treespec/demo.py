@@ -82,6 +82,9 @@ def run(
     start = time.perf_counter()
     if tree_config.budget == 1:
         raise ValueError("`budget` is 1; the demo needs at least 2 nodes per round to draft something.")
+    if model is None:
+        # A model this small gains nothing from a second thread, and on a busy machine two threads stall each other.
+        torch.set_num_threads(1)
     transformers_logging.disable_progress_bar()
     target, draft, tokenizer = load_pair(model or checkpoint("tiny-target"), assistant or checkpoint("tiny-draft"))
     decodings = ways_to_decode(tree_config)
