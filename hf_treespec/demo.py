@@ -26,12 +26,12 @@ from .prompts import encode_prompts
 from .tree import TokenTree
 
 
+# Mostly of the kind the tiny pair was trained on; the last one is not, and drafts are accepted less there.
 PROMPTS = (
-    "A bakery fills 7 trays with 12 rolls each and sells 58 rolls before noon. How many rolls are left?\n"
-    "Please reason step by step, and put your final answer within \\boxed{}.",
+    "A bakery fills 7 trays with 12 rolls each and sells 58 rolls before noon. How many rolls are left?",
+    "Mia reads 15 pages a day for 4 days. Her book has 100 pages. How many pages does she still have to read?",
+    "A farmer has 3 fields with 24 rows of corn each. He sells the corn of 10 rows. How many rows are left?",
     "Write a function to count the vowels in a given string.",
-    "Copy this code exactly:\n```python\ndef area(width, height):\n    if width < 0 or height < 0:\n"
-    '        raise ValueError("sides must not be negative")\n    return width * height\n```',
 )
 # Rounds from which the one to draw is chosen.
 _DRAWN_FROM = 16
