@@ -31,8 +31,10 @@ class CompressorState:
         self.entries: Tensor | None = None
 
     def allocate(self, rows: int, spare: int, capacity: int, projections: Tensor, entry_dim: int) -> None:
-        self.ring = projections.new_zeros(rows, self.span + spare, projections.shape[-1])
+        ring = projections.new_zeros(rows, self.span + spare, projections.shape[-1])
+        # The ring comes last: it is what says that the state is there.
         self.entries = projections.new_zeros(rows, max(1, capacity // self.ratio), entry_dim)
+        self.ring = ring
 
     def grow(self, capacity: int) -> None:
         if self.entries is not None:
@@ -78,7 +80,9 @@ class TreeCacheLayer(CacheLayerMixin):
         raise ValueError("A `TreeCache` is written by `refresh` only. Call `hf_treespec.enable(model)` first.")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        raise ValueError("A `TreeCache` needs no attention mask; pass `attention_mask={'tree': None}`.")
+        raise ValueError(
+            "A `TreeCache` serves `generate(tree_config=...)` only: pass `tree_config`, or another cache."
+        )
 
     def get_seq_length(self) -> int:
         raise ValueError("Lengths belong to the `TreeCache`, not to its layers; use `cache.lengths`.")
@@ -122,11 +126,11 @@ class TreeCache(ForkableCache):
         """Changes the number of head rings. Rings that were not filled along with the rest empty the whole cache."""
         if count == self.head_layers:
             return
-        del self.layers[len(self.layers) - self.head_layers :]
-        self.layers += [TreeCacheLayer(config, "sliding_attention") for _ in range(count)]
-        self.head_layers = count
         if count:
             self.reset()
+        layers = self.layers[: len(self.layers) - self.head_layers]
+        self.layers = layers + [TreeCacheLayer(config, "sliding_attention") for _ in range(count)]
+        self.head_layers = count
 
     def window(self, layer_idx: int, node_kv: Tensor) -> tuple[Tensor, Tensor]:
         """The layer's committed ring, and all nodes' keys `[B, N, D]`, given those of the query nodes."""

@@ -86,7 +86,7 @@ class TreeConfig:
         return cls(**config)
 
     def to_dict(self) -> dict[str, Any]:
-        """The config as a plain dict, for JSON or `generation_config`."""
+        """The config as a plain dict, for JSON."""
         return asdict(self)
 
     def save_pretrained(self, save_directory: str | os.PathLike) -> None:

@@ -3,6 +3,8 @@
 What a round computes lies in the fork's scratch, one row per node. Nothing committed changes while it is open.
 """
 
+import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,6 +17,7 @@ from .tree import TokenTree
 
 
 DEFAULT_SPARE = 32
+_claiming = threading.Lock()
 _FIRST_CAPACITY = 64
 
 
@@ -166,6 +169,8 @@ class ForkableCache(Cache):
         self.length_bound = 0
         self.usable = True
         self._fork: Fork | None = None
+        self._claimed_by: int | None = None
+        self._model: weakref.ref | None = None
 
     def commit(self, fork: Fork, plan: "CommitPlan") -> None:
         """Writes the accepted path into the layers."""
@@ -178,6 +183,31 @@ class ForkableCache(Cache):
     def grow(self, capacity: int) -> None:
         """Makes room for `capacity` tokens in the layers."""
         raise NotImplementedError
+
+    @contextmanager
+    def claimed(self, model) -> Iterator[None]:
+        """For the length of one call: the cache serves this thread's `model` and nobody else.
+
+        Raises:
+            RuntimeError: if another call is using the cache.
+            ValueError: if another model filled it.
+        """
+        with _claiming:
+            if self._claimed_by is not None:
+                raise RuntimeError("This cache is in use. One cache serves one `generate` call at a time.")
+            filled_by = None if self._model is None else self._model()
+            if filled_by is not None and filled_by is not model:
+                raise ValueError("`cache` was filled by another model; pass one that this model returned, or none.")
+            self._claimed_by = threading.get_ident()
+        try:
+            self._model = weakref.ref(model)
+            yield
+        finally:
+            self._claimed_by = None
+
+    def __getstate__(self) -> dict:
+        # A weak reference neither pickles nor is it meant for a copy of the model.
+        return {**self.__dict__, "_model": None, "_claimed_by": None, "_fork": None}
 
     @contextmanager
     def fork(self, tree: TokenTree, rows: Tensor | None = None, behind: int = 0) -> Iterator[Fork]:
@@ -232,7 +262,7 @@ class ForkableCache(Cache):
     def _check_usable(self) -> None:
         if not self.usable:
             raise RuntimeError(
-                "This cache was interrupted while a prefill chunk was written and is unusable. "
+                "This cache was interrupted while it was rewritten and is unusable. "
                 "Call `cache.reset()` or pass a new one."
             )
 
@@ -287,22 +317,29 @@ class ForkableCache(Cache):
         self.lengths = torch.zeros_like(self.lengths)
         self.written = torch.zeros_like(self.written)
         self.length_bound = 0
-        self.usable = True
         if spare is not None and spare != self.spare:
-            self.spare = spare
             for layer in self.layers:
                 for owner, name, _ in list(layer.tensors()):
                     setattr(owner, name, None)
+            self.spare = spare
+        self.usable = True
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the rows `indices` (any order, repeats allowed)."""
+        self._check_usable()
         indices = torch.as_tensor(indices, device=self.lengths.device)
-        for layer in self.layers:
-            for owner, name, tensor in layer.tensors():
-                setattr(owner, name, tensor.index_select(0, indices.to(tensor.device)))
-        self.lengths, self.written = self.lengths[indices], self.written[indices]
-        self.token_ids = self.token_ids[indices]
+        selected = [
+            (owner, name, tensor.index_select(0, indices.to(tensor.device)))
+            for layer in self.layers
+            for owner, name, tensor in layer.tensors()
+        ]
+        selected += [(self, name, getattr(self, name)[indices]) for name in ("lengths", "written", "token_ids")]
+        # Half of the rows old and half new would be wrong text: an interruption here makes the cache unusable.
+        self.usable = False
+        for owner, name, tensor in selected:
+            setattr(owner, name, tensor)
         self.rows = len(indices)
+        self.usable = True
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorders rows."""

@@ -21,7 +21,7 @@ from .cache import TreeCache
 from .config import TreeConfig
 from .drafting import RootGenerator, TreeCandidateGenerator
 from .fork import DEFAULT_SPARE
-from .modeling import device_of, disable, enable, is_enabled
+from .modeling import device_of, disable, enable, is_enabled, unwrap
 from .prefill import left_align, prefill
 from .reuse import reuse_prefix
 from .validation import check_assistant, check_inputs, check_options, check_prepared, option
@@ -110,6 +110,10 @@ def generate(model, *args, **kwargs):
     arguments = {**bound, **bound.get("kwargs", {})}
     for name in ("self", "kwargs"):
         arguments.pop(name, None)
+    # Names that transformers still maps to `cache`, later than we look.
+    for alias in ("past_key_values", "cache_params"):
+        if arguments.get(alias) is not None:
+            arguments.setdefault("cache", arguments.pop(alias))
     input_ids = arguments.get("input_ids", arguments.get("inputs"))
     check_options(model, arguments)
     check_inputs(input_ids, arguments.get("attention_mask"), model.config.vocab_size)
@@ -118,8 +122,9 @@ def generate(model, *args, **kwargs):
     drafting = _Drafting(model, arguments, tree_config, assistant_model)
     for name in ("tokenizer", "num_assistant_tokens", "assistant_confidence_threshold", "custom_generate"):
         arguments.pop(name, None)
-    with drafting.assistant_enabled():
-        return GenerationMixin.generate(model, **arguments, custom_generate=partial(decode, drafting=drafting))
+    # Inference tensors could not be written by a later call outside inference mode; the cache outlives this one.
+    with drafting.assistant_enabled(), torch.inference_mode(False), torch.no_grad():
+        return type(model).generate(model, **arguments, custom_generate=partial(decode, drafting=drafting))
 
 
 # Calls that use an assistant which they enabled themselves.
@@ -139,10 +144,10 @@ class _Drafting:
         self.model = model
         self.assistant_model = None if tree_config.budget == 1 else assistant_model
         self.threshold = option("assistant_confidence_threshold", arguments, *configs) or 0.0
-        if not 0 <= self.threshold < 1:
+        if isinstance(self.threshold, str) or not 0 <= self.threshold < 1:
             raise ValueError(f"`assistant_confidence_threshold` is {self.threshold}; it must be at least 0, below 1.")
         self.chunk_size = option("prefill_chunk_size", arguments, *configs)
-        if self.chunk_size is not None and (not isinstance(self.chunk_size, int) or self.chunk_size < 1):
+        if self.chunk_size is not None and (type(self.chunk_size) is not int or self.chunk_size < 1):
             raise ValueError(f"`prefill_chunk_size` is {self.chunk_size!r}; it must be a positive integer or `None`.")
         self.head = None
         if tree_config.budget > 1 and assistant_model is None:
@@ -156,14 +161,16 @@ class _Drafting:
     @contextmanager
     def assistant_enabled(self):
         """A DeepSeek-V4 assistant is enabled for the call; of calls that overlap in threads, the last one disables."""
-        assistant = self.assistant_model
+        assistant = None if self.assistant_model is None else unwrap(self.assistant_model)
         borrowed = assistant is not None and assistant.config.model_type == "deepseek_v4"
         with _borrowing:
             borrowed = borrowed and (assistant in _borrowers or not is_enabled(assistant))
             if borrowed:
-                enable(assistant)
                 _borrowers[assistant] = _borrowers.get(assistant, 0) + 1
         try:
+            if borrowed:
+                with _borrowing:
+                    enable(assistant)
             yield
         finally:
             if borrowed:
@@ -200,7 +207,7 @@ def decode(
     Every round drafts a tree per unfinished row, verifies all nodes in one forward, accepts the longest path that the
     model itself would have written, and commits it. Rows leave as they finish.
     """
-    check_prepared(logits_processor, stopping_criteria)
+    check_prepared(logits_processor, stopping_criteria, model_kwargs)
     # Without a mask transformers makes one, in which every pad token is padding, wherever it stands.
     check_inputs(input_ids, model_kwargs.get("attention_mask"), model.config.vocab_size)
     batch, width = input_ids.shape
@@ -210,16 +217,18 @@ def decode(
     if not isinstance(cache, TreeCache):
         spare = max(DEFAULT_SPARE, config.resolved_depth + 1)
         cache = TreeCache(model.config, batch, spare, tokens.device, drafting.head_layers)
-    reuse_prefix(cache, model.config, tokens, lengths, config.resolved_depth + 1, drafting.head_layers)
-    generator = drafting.generator(cache)
-    stats = TreeStats()
-    end, pad = generation_config._eos_token_tensor, generation_config._pad_token_tensor
-    limit, depth = generation_config.max_length - width, config.resolved_depth
-    with generator.attached():
-        with stats.timed("prefill"):
-            prefill(model, cache, tokens, lengths - 1, drafting.chunk_size, generator)
-            generator.begin(tokens, lengths - 1)
-        new_tokens = decode_rows(model, cache, tokens, lengths, generator, depth, limit, end, pad, stats)
+    with cache.claimed(model):
+        # Made before the cache is touched: it may refuse the assistant.
+        generator = drafting.generator(cache)
+        reuse_prefix(cache, model.config, tokens, lengths, config.resolved_depth + 1, drafting.head_layers)
+        stats = TreeStats()
+        end, pad = generation_config._eos_token_tensor, generation_config._pad_token_tensor
+        limit, depth = generation_config.max_length - width, config.resolved_depth
+        with generator.attached():
+            with stats.timed("prefill"):
+                prefill(model, cache, tokens, lengths - 1, drafting.chunk_size, generator)
+                generator.begin(tokens, lengths - 1)
+            new_tokens = decode_rows(model, cache, tokens, lengths, generator, depth, limit, end, pad, stats)
     sequences = torch.cat([input_ids, new_tokens.to(input_ids.device)], 1)
     if generation_config.return_dict_in_generate:
         return TreeGenerateOutput(sequences=sequences, cache=cache, tree_stats=stats.to_dict())

@@ -46,8 +46,15 @@ def enable(model: nn.Module) -> nn.Module:
     inner = unwrap(model)
     _check_model(inner)
     _check_versions()
-    swaps = [(module, SWAPPED[type(module)]) for module in inner.modules() if type(module) in SWAPPED]
-    _swap(swaps)
+    own = inner.__dict__.get("generate")
+    if own is not None and getattr(own, "func", None) is not generate:
+        raise ValueError(f"The model has a `generate` of its own ({own!r}); delete that attribute before `enable`.")
+    for module in inner.modules():
+        if isinstance(module, tuple(SWAPPED)) and type(module) not in SWAPPED and type(module) not in _STOCK:
+            raise ValueError(
+                f"{type(module).__qualname__} subclasses a DeepSeek-V4 module; only stock ones are swapped."
+            )
+    _swap([(module, SWAPPED[type(module)]) for module in inner.modules() if type(module) in SWAPPED])
     # A partial, not a bound method: it pickles and deep-copies with the model it belongs to.
     inner.generate = functools.partial(generate, inner)
     for module in inner.modules():
@@ -58,16 +65,20 @@ def enable(model: nn.Module) -> nn.Module:
 
 def disable(model: nn.Module) -> nn.Module:
     """Takes back what `enable` did and returns the model."""
+    from .generation import generate
+
     inner = unwrap(model)
     _swap([(module, _STOCK[type(module)]) for module in inner.modules() if type(module) in _STOCK])
-    inner.__dict__.pop("generate", None)
+    if getattr(inner.__dict__.get("generate"), "func", None) is generate:
+        del inner.generate
     inner.__dict__.pop(HEAD_ATTRIBUTE, None)
     return model
 
 
 def is_enabled(model: nn.Module) -> bool:
-    """Whether `enable` was called on this model."""
-    return any(type(module) in _STOCK for module in unwrap(model).modules())
+    """Whether every module that `enable` swaps is swapped."""
+    modules = [module for module in unwrap(model).modules() if isinstance(module, tuple(SWAPPED))]
+    return bool(modules) and all(type(module) in _STOCK for module in modules)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -87,6 +98,14 @@ def _check_model(model: nn.Module) -> None:
         raise ValueError(
             f"`hf_treespec.enable` supports `DeepseekV4ForCausalLM` models ('deepseek_v4') only; {reason}."
         )
+    for kind, rope in config.rope_parameters.items():
+        if rope.get("rope_type") in ("dynamic", "longrope"):
+            raise ValueError(
+                f"`rope_parameters['{kind}']` is of type '{rope['rope_type']}', whose frequencies depend on the length of "
+                "a forward, so that drafts would change them; use 'default', 'linear', 'yarn' or 'llama3'."
+            )
+    if config.head_dim % 2 or config.index_head_dim % 2:
+        raise ValueError(f"`head_dim` {config.head_dim} and `index_head_dim` {config.index_head_dim} must be even.")
     if not isinstance(model, transformers.DeepseekV4ForCausalLM):
         raise ValueError(
             f"`hf_treespec.enable` needs a `DeepseekV4ForCausalLM`, not {type(model).__name__}: "

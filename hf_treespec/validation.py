@@ -108,8 +108,16 @@ def check_inputs(input_ids: Any, attention_mask: Any, vocab_size: int) -> None:
         )
 
 
-def check_prepared(logits_processor, stopping_criteria) -> None:
-    """Raises for processors and criteria that transformers made from the generation config."""
+# What transformers itself hands to a decoding method; everything else is a model's own argument.
+_KNOWN_INPUTS = {"attention_mask", "position_ids", "cache", "use_cache", "logits_to_keep"}
+
+
+def check_prepared(logits_processor, stopping_criteria, model_kwargs: dict[str, Any]) -> None:
+    """Raises for processors and criteria that transformers made from the generation config, and for arguments of the
+    model's forward that tree decoding would not pass on."""
+    extra = sorted(name for name, value in model_kwargs.items() if value is not None and name not in _KNOWN_INPUTS)
+    if extra:
+        raise ValueError(f"Model arguments {extra} are not passed on by tree decoding; drop them, or `tree_config`.")
     if logits_processor:
         names = [type(processor).__name__ for processor in logits_processor]
         raise ValueError(f"Logits processors {names} are not supported together with `tree_config` yet; unset them.")

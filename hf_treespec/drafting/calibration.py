@@ -23,8 +23,8 @@ class AcceptanceCalibration:
     def __init__(self, rows: int, top_k: int, device: torch.device | None = None) -> None:
         self.edges = torch.tensor(_EDGES, device=device)
         shape = (rows, top_k, len(_EDGES) + 1)
-        self.accepted = torch.full(shape, _PRIOR_WEIGHT, device=device)
-        self.expected = torch.full(shape, _PRIOR_WEIGHT, device=device)
+        self.accepted = torch.full(shape, _PRIOR_WEIGHT, dtype=torch.float32, device=device)
+        self.expected = torch.full(shape, _PRIOR_WEIGHT, dtype=torch.float32, device=device)
 
     @staticmethod
     def prior(probabilities: Tensor) -> Tensor:

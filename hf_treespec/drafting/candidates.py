@@ -17,7 +17,7 @@ class CandidatePool:
     def __init__(self, roots: Tensor, root_node: int) -> None:
         self.tokens = roots[:, None]
         self.parents = torch.zeros_like(self.tokens)
-        self.scores = torch.zeros(self.tokens.shape, device=roots.device)
+        self.scores = torch.zeros(self.tokens.shape, dtype=torch.float32, device=roots.device)
         self.probabilities = torch.ones_like(self.scores)
         self.nodes = torch.full_like(self.tokens, root_node)
         self.children = torch.full_like(self.tokens, -1)

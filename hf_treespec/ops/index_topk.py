@@ -62,7 +62,7 @@ def _score(query: Tensor, weights: Tensor, table: Tensor) -> Tensor:
 def _stable_topk(scores: Tensor, visible: Tensor, numbers: Tensor, topk: int) -> Tensor:
     # One integer orders by score and, among equals, by column: the float's bits made monotonic above, the column
     # counted down below. Adding 0.0 turns -0.0, which compares equal, into 0.0.
-    bits = (scores + 0.0).view(torch.int32)
+    bits = (scores.float() + 0.0).view(torch.int32)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     columns = torch.arange(scores.shape[-1], device=scores.device)
     keys = (bits.long() << 32) + (0x7FFFFFFF - columns)
