@@ -169,7 +169,7 @@ class ForkableCache(Cache):
         self.length_bound = 0
         self.usable = True
         self._fork: Fork | None = None
-        self._claimed_by: int | None = None
+        self._claim: object | None = None
         self._model: weakref.ref | None = None
 
     def commit(self, fork: Fork, plan: "CommitPlan") -> None:
@@ -186,28 +186,30 @@ class ForkableCache(Cache):
 
     @contextmanager
     def claimed(self, model) -> Iterator[None]:
-        """For the length of one call: the cache serves this thread's `model` and nobody else.
+        """For the length of one call: the cache serves `model` and no other call.
 
         Raises:
             RuntimeError: if another call is using the cache.
             ValueError: if another model filled it.
         """
-        with _claiming:
-            if self._claimed_by is not None:
-                raise RuntimeError("This cache is in use. One cache serves one `generate` call at a time.")
-            filled_by = None if self._model is None else self._model()
-            if filled_by is not None and filled_by is not model:
-                raise ValueError("`cache` was filled by another model; pass one that this model returned, or none.")
-            self._claimed_by = threading.get_ident()
+        call = object()
         try:
+            with _claiming:
+                if self._claim is not None:
+                    raise RuntimeError("This cache is in use. One cache serves one `generate` call at a time.")
+                self._claim = call
+            filled_by = None if self._model is None else self._model()
+            if filled_by not in (None, model) and int(self.lengths.max()):
+                raise ValueError("`cache` was filled by another model; pass one that this model returned, or none.")
             self._model = weakref.ref(model)
             yield
         finally:
-            self._claimed_by = None
+            if self._claim is call:
+                self._claim = None
 
     def __getstate__(self) -> dict:
         # A weak reference neither pickles nor is it meant for a copy of the model.
-        return {**self.__dict__, "_model": None, "_claimed_by": None, "_fork": None}
+        return {**self.__dict__, "_model": None, "_claim": None, "_fork": None}
 
     @contextmanager
     def fork(self, tree: TokenTree, rows: Tensor | None = None, behind: int = 0) -> Iterator[Fork]:

@@ -32,9 +32,9 @@ def reuse_prefix(cache: TreeCache, config, tokens: Tensor, lengths: Tensor, dept
     if not cache.fits(config):
         raise ValueError("`cache` was made for a model of another shape; pass one that this model returned, or none.")
     cache.set_head_layers(config, head_layers)
+    if depth > cache.spare:
+        cache.reset(spare=depth)
     if not int(cache.lengths.max()):
-        if depth > cache.spare:
-            cache.reset(spare=depth)
         return
     width = min(cache.capacity, tokens.shape[1])
     columns = torch.arange(width, device=tokens.device)
@@ -43,7 +43,4 @@ def reuse_prefix(cache: TreeCache, config, tokens: Tensor, lengths: Tensor, dept
     kept = same.long().cumprod(1).sum(1)
     if head_layers:
         kept = (kept - 1).clamp(min=0)
-    if depth > cache.spare:
-        cache.reset(spare=depth)
-        return
     cache.rewind(torch.where(cache.can_rewind(kept), kept, 0))

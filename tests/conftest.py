@@ -10,8 +10,10 @@ import copy  # noqa: E402
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from heads import make_checkpoint  # noqa: E402
 from hypothesis import settings  # noqa: E402
 from oracle import build_model, generator, tiny_config  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
 import hf_treespec  # noqa: E402
@@ -52,3 +54,15 @@ def loose_bounds(monkeypatch):
 
     monkeypatch.setattr(ForkableCache, "reserve", loose)
     return monkeypatch
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Folder of a random model in the official layout, with an MTP head."""
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="module")
+def target(checkpoint):
+    """The checkpoint's model, enabled; its head is found by `generate` itself."""
+    return hf_treespec.enable(AutoModelForCausalLM.from_pretrained(checkpoint).eval())

@@ -37,10 +37,14 @@ class MadeUpTarget:
         tree = self.drafter.propose(index, torch.stack([self.texts[row][-1] for row in rows]), depth)
         predicted = torch.stack([self._predict(self.rngs[row], tree, i) for i, row in enumerate(rows)])
         path, lengths = ops.accept(tree.tokens, tree.paths, tree.valid, predicted)
+        self._commit(index, tree, path, lengths, predicted)
         self.drafter.update(path, lengths, predicted)
         for i, row in enumerate(rows):
             self.texts[row] = torch.cat([self.texts[row], predicted[i, path[i, : lengths[i]]]])
         return tree
+
+    def _commit(self, index, tree, path, lengths, predicted) -> None:
+        """Where a target would run: this one has no cache."""
 
     def _predict(self, rng, tree, row) -> torch.Tensor:
         nodes = tree.valid[row].nonzero()[:, 0].tolist()

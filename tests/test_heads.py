@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from decoding import run
-from heads import head_tensors, make_checkpoint, mtp, write_checkpoint
+from heads import head_tensors, mtp, write_checkpoint
 from oracle import build_model, generator, left_pad, random_texts, tiny_config
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -17,17 +17,6 @@ from hf_treespec.heads import detect_head, head_of, load_head, save_head
 
 
 TREE = {"budget": 8, "depth": 4, "top_k": 3}
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
-
-
-@pytest.fixture(scope="module")
-def target(checkpoint):
-    """The checkpoint's model, enabled; its head is found by `generate` itself."""
-    return hf_treespec.enable(AutoModelForCausalLM.from_pretrained(checkpoint).eval())
 
 
 # Loading

@@ -6,32 +6,20 @@ import threading
 import pytest
 import torch
 from decoding import run
-from heads import PlainHead, head_tensors, make_checkpoint, mtp, oracle_streams
+from heads import PlainHead, head_tensors, mtp, oracle_streams
 from oracle import TOLERANCE, build_model, generator, left_pad, random_texts, tiny_config
 from rounds import assert_same_state
 from safetensors.torch import save_file
 from test_drafting import MadeUpTarget
-from transformers import AutoModelForCausalLM
 
 import hf_treespec
-from hf_treespec import TreeCache, TreeConfig, ops
+from hf_treespec import TreeCache, TreeConfig
 from hf_treespec.drafting.mtp import MTPTreeGenerator
 from hf_treespec.heads import MTPHead, head_of, load_head
 from hf_treespec.prefill import left_align, prefill
 
 
 TREE = {"budget": 8, "depth": 4, "top_k": 3}
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
-
-
-@pytest.fixture(scope="module")
-def target(checkpoint):
-    """The checkpoint's model, enabled; its head is found by `generate` itself."""
-    return hf_treespec.enable(AutoModelForCausalLM.from_pretrained(checkpoint).eval())
 
 
 # What it drafts
@@ -50,20 +38,11 @@ class MadeUpRounds(MadeUpTarget):
         with torch.no_grad(), self.drafter.attached():
             prefill(model, self.cache, tokens, lengths - 1, chunk_size, self.drafter)
 
-    @torch.no_grad()
-    def round(self, depth: int, rows: list[int]):
-        index = None if len(rows) == len(self.texts) else torch.tensor(rows)
-        tree = self.drafter.propose(index, torch.stack([self.texts[row][-1] for row in rows]), depth)
-        predicted = torch.stack([self._predict(self.rngs[row], tree, i) for i, row in enumerate(rows)])
-        path, lengths = ops.accept(tree.tokens, tree.paths, tree.valid, predicted)
+    def _commit(self, index, tree, path, lengths, predicted) -> None:
         with self.drafter.attached(), self.cache.fork(tree, index) as fork:
             self.model(**fork.model_inputs())
             self.drafter.read(fork, path, lengths, predicted.gather(1, path.clamp(min=0)))
             fork.refresh(path, lengths)
-        self.drafter.update(path, lengths, predicted)
-        for i, row in enumerate(rows):
-            self.texts[row] = torch.cat([self.texts[row], predicted[i, path[i, : lengths[i]]]])
-        return tree
 
 
 @torch.no_grad()

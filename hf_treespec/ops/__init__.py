@@ -1,4 +1,4 @@
-"""The operations of a round. Each is a pure function with a torch reference; backends are chosen here."""
+"""The operations of a round. Each is a function of tensors and a `TreeGeometry`, in plain torch."""
 
 from .accept import accept
 from .compress import compress

@@ -183,6 +183,15 @@ class TreeGeometry:
         near = positions - self.positions[:, None] < window
         return torch.cat([committed, self.tree.is_ancestor(nodes, start, stop) & near], -1)
 
+    def column_bias(self, start: int, stop: int, window: int, ring_size: int, ratio: int) -> Tensor:
+        """`window_bias` and `entry_bias` side by side."""
+
+        def compute() -> Tensor:
+            bias = self.window_bias(start, stop, window, ring_size)
+            return torch.cat([bias, self.entry_bias(ratio, start, stop)], -1)
+
+        return self.memo(("column_bias", start, stop, window, ring_size, ratio), compute)
+
     # Selected entries
 
     def locate_entries(self, selected: Tensor, ratio: int, start: int, stop: int) -> tuple[Tensor, Tensor]:

@@ -47,9 +47,7 @@ def tree_attention(
             outputs.append(_attend(query[:, block], keys, bias, sinks, scaling))
         elif selected is None:
             keys = torch.cat([keys, committed, own_entries], 1)
-            bias = geometry.memo(
-                ("bias", ratio, start, stop), lambda: torch.cat([bias, geometry.entry_bias(ratio, start, stop)], -1)
-            )
+            bias = geometry.column_bias(start, stop, window, ring.shape[1], ratio)
             outputs.append(_attend(query[:, block], keys, bias, sinks, scaling))
         else:
             picked = _gather(committed, own_entries, selected[:, block], ratio, start, stop, geometry)
