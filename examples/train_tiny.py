@@ -41,10 +41,16 @@ CHAT_TEMPLATE = (
 )
 # Relative shares of the training tokens: files of DATA, documents made from them, the target's answers (draft only).
 MIX = {"math_gsm8k_train_chat": 0.44, "code_mbpp_train": 0.15, "math_synthetic": 0.06, "code_python_stdlib": 0.12}
-MIX |= {"docs_python": 0.05, "prose_standardebooks": 0.05, "instructions": 0.09, "echo": 0.04, "answers": 0.6}
-BATCH_TOKENS, LENGTH, PEAK_LR, WARMUP, SAVE_EVERY = 4096, 512, 4e-3, 100, 250
-LOOPS_FROM, KEEP_AT = 0.55, (0.02, 0.05, 0.12, 0.3, 0.6, 1)  # shares of the training
-LOOP_PERIODS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 64)
+MIX |= {
+    "docs_python": 0.05,
+    "prose_standardebooks": 0.05,
+    "instructions": 0.09,
+    "echo": 0.04,
+    "answers": 0.6,
+    "loops": 1,
+}
+BATCH_TOKENS, LENGTH, PEAK_LR, WARMUP, SAVE_EVERY, ANSWER_LENGTH = 4096, 512, 4e-3, 100, 250, 128
+LOOPS_FROM, KEEP_AT = 0.65, (0.02, 0.05, 0.12, 0.3, 0.6, 1)  # shares of the training
 
 # fmt: off
 TARGET = {
@@ -91,16 +97,17 @@ def generated_documents(train: dict[str, list[str]], seed: int) -> dict[str, lis
     for document in prose:
         paragraphs = [p for p in document.split("\n\n") if len(p) > 60]
         while len(paragraphs) > 4:
-            first, answer = paragraphs.pop(0), "\n\n".join(paragraphs[: rng.randint(1, 4)])[:1400]
-            paragraphs = paragraphs[4:]
+            first, passage, paragraphs = paragraphs[0], "\n\n".join(paragraphs[1:4]), paragraphs[5:]
+            answer = re.sub(r"(?s)(?<=.{300}[.?!”])\s.*", "", passage)[:700]  # a few whole sentences
             request = rng.choice(["Continue this story:\n{}", "What happens next?\n{}", "Write a passage after: {}"])
             instructions.append(f"{USER}{request.format(first[:400])}{ASSISTANT}{answer}")
     for document in docs:
         for section in re.split(r"\n(?=\.\. (?:function|class|method|data)::)", document)[1:]:
             name, body = re.match(r"\.\. \w+:: *([\w.]*)", section).group(1), section.split("\n\n", 1)[-1]
             body = re.sub(r":\w+:`[~!]?([^`]*)`", r"`\1`", "\n".join(line.strip() for line in body.split("\n")))
+            summary = body.strip().split("\n\n")[0]
             request = rng.choice(["Explain `{}` in Python.", "What does `{}` do?", "How do I use `{}`?"])
-            instructions.append(f"{USER}{request.format(name)}{ASSISTANT}{body.strip()[:1200]}")
+            instructions.append(f"{USER}{request.format(name)}{ASSISTANT}{summary[:700]}")
     return {"echo": echo, "instructions": instructions}
 
 
@@ -242,22 +249,77 @@ def logits_of(model: DeepseekV4ForCausalLM, ids: torch.Tensor) -> torch.Tensor:
     return model(ids, attention_mask={"windowed": torch.zeros(*ids.shape, 0).unsqueeze(1)}, use_cache=False).logits
 
 
-def add_loops(ids: torch.Tensor, labels: torch.Tensor, rng: random.Random):
-    """Make one row in four end in a loop and negate the labels there: what greedy decoding should not fall into."""
-    for row, label in zip(ids[::4], labels[::4]):
-        start, period = rng.randrange(len(row) // 2, len(row) - 96), rng.choice(LOOP_PERIODS)
-        row[start:] = row[start - period : start].repeat(len(row) // period)[: len(row) - start]
-        label[start:] = ~row[start:]
-        label[start : start + 6] = PAD_ID
+def prompt_groups(train: dict[str, list[str]], tokenizer) -> list[list[list[str]]]:
+    """For each source of chats, prompts in groups of one length in tokens: V4's compressors would read padding."""
+    sources = []
+    for source in ("math_gsm8k_train_chat", "code_mbpp_train", "instructions"):
+        groups = {}
+        for prompt in sorted({BOS + document.split(ASSISTANT)[0] + ASSISTANT for document in train[source]}):
+            groups.setdefault(len(tokenizer.encode(prompt)), []).append(prompt)
+        sources.append([prompts for prompts in groups.values() if len(prompts) >= 8])
+    return sources
+
+
+def answer(model, tokenizer, prompts: list[str]) -> list[str]:
+    """Greedy answers to prompts of one length, each as a document: the prompt and what follows, without markers."""
+    ids = tokenizer(prompts, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    answered = tokenizer.batch_decode(
+        model.generate(ids, max_new_tokens=ANSWER_LENGTH, do_sample=False, pad_token_id=PAD_ID)
+    )
+    return [text.removeprefix(BOS).split(EOS)[0] for text in answered]
+
+
+def negate_loops(text: str, tokenizer) -> list[int]:
+    """The ids of a document whose answer repeats itself, negated inside every 6-gram that the answer had before."""
+    ids = tokenizer.encode(BOS + text + EOS, add_special_tokens=False)[: LENGTH + 1]
+    first, seen, looped = ids.index(SPECIAL_TOKENS.index(ASSISTANT)) + 1, set(), set()
+    for i in range(first, len(ids) - 5):
+        gram = tuple(ids[i : i + 6])
+        # the first two tokens of a repetition may well be right: it is what follows them that closes the loop
+        looped |= set(range(i, i + 6)) if gram in seen else set()
+        seen.add(gram)
+    return [~t if {i - 2, i - 1, i} <= looped else t for i, t in enumerate(ids)] if looped else []
+
+
+class OwnLoops:
+    """Unlikelihood on the model's own repetitions (Welleck et al., 2019): greedy decoding must not fall into them."""
+
+    def __init__(self, model: DeepseekV4ForCausalLM, tokenizer, train: dict[str, list[str]], seed: int):
+        self.model, self.tokenizer, self.seed, self.pool = model, tokenizer, seed, []
+        self.writer = DeepseekV4ForCausalLM(DeepseekV4Config(**model.config.to_diff_dict())).eval()
+        self.writer.generation_config.eos_token_id = SPECIAL_TOKENS.index(EOS)
+        self.sources = prompt_groups(train, tokenizer)
+
+    def refresh(self, step: int):
+        """Answer again with the weights of now; the answers of the last four times stay."""
+        self.writer.load_state_dict(self.model.state_dict())
+        rng, fresh, self.shares = random.Random(self.seed + step), [], []
+        for groups in self.sources:
+            prompts = rng.choice(groups)
+            texts = answer(self.writer, self.tokenizer, rng.sample(prompts, min(len(prompts), 48)))
+            marked = [negate_loops(text, self.tokenizer) for text in texts]
+            self.shares.append(sum(t < 0 for ids in marked for t in ids) / len(marked) / ANSWER_LENGTH)
+            fresh += [ids for ids in marked if ids]
+        self.pool = [*self.pool[-3:], fresh]
+        self.packer = Packer({"loops": sum(self.pool, []) or [[PAD_ID]]}, LENGTH, step)
+
+    def rows(self, ids: torch.Tensor, labels: torch.Tensor):
+        """Put looping answers into every other row; nothing but the repetitions is labelled there."""
+        for row, label in zip(ids[::2], labels[::2]):
+            looping = [t for _ in range(len(row) // LENGTH) for t in self.packer.row()][: len(row)]
+            looping = torch.tensor(looping + [PAD_ID] * (len(row) - len(looping)))
+            row.copy_(looping.where(looping >= 0, ~looping))
+            label.copy_(looping.where(looping < 0, PAD_ID))
 
 
 @torch.compile(dynamic=False)
 def likelihood(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy, but -log(1 - p) where the label is negated (unlikelihood, Welleck et al., 2019)."""
+    """Cross-entropy, and where the label is negated the mean of -log(1 - p)."""
     tokens = labels.where(labels >= 0, ~labels).unsqueeze(-1)
     log_p = logits.float().log_softmax(-1).gather(-1, tokens).squeeze(-1)
-    loss = torch.where(labels >= 0, -log_p, -torch.log1p(-log_p.exp().clamp(max=0.9999)))
-    return (loss * (labels != PAD_ID)).sum() / ((labels >= 0) & (labels != PAD_ID)).sum()
+    likely, unlikely = (labels >= 0) & (labels != PAD_ID), labels < 0
+    loss = -(log_p * likely).sum() / likely.sum()
+    return loss - (torch.log1p(-log_p.exp().clamp(max=0.9999)) * unlikely).sum() / unlikely.sum().clamp(min=50)
 
 
 @torch.compile(dynamic=False)
@@ -267,7 +329,7 @@ def divergence(logits: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor
     return ((log_p.exp() * (log_p - log_q)).sum(-1) * (labels != PAD_ID)).sum() / (labels != PAD_ID).sum()
 
 
-def fit(model, tokenizer, data, out: Path, tokens: int, seed: int, loss_function, loops: bool = False):
+def fit(model, tokenizer, data, out: Path, tokens: int, seed: int, loss_function, loops: OwnLoops | None = None):
     """AdamW and Muon, cosine schedule; resumes from `<out>/state.pt` and exports to `<out>/latest` as it goes."""
     out.mkdir(parents=True, exist_ok=True)
     train, heldout = (encode(tokenizer, documents) for documents in data)
@@ -303,7 +365,9 @@ def fit(model, tokenizer, data, out: Path, tokens: int, seed: int, loss_function
         began, lr = time.time(), PEAK_LR * min(step / WARMUP, 0.505 + 0.5 * math.cos(math.pi * (step - 1) / steps))
         labels = ids.clone()
         if loops and step > LOOPS_FROM * steps:
-            add_loops(ids, labels, random.Random(step))
+            if step % 40 == 0 or not loops.pool:
+                loops.refresh(step)
+            loops.rows(ids, labels)
         with torch.autocast("cpu", torch.bfloat16):
             loss = loss_function(model, ids[:, :-1], labels[:, 1:])
         (loss + sum(getattr(layer.self_attn, "indexer_loss", 0.0) for layer in model.model.layers)).backward()
@@ -317,6 +381,7 @@ def fit(model, tokenizer, data, out: Path, tokens: int, seed: int, loss_function
             mlp.gate.e_score_correction_bias -= 0.01 * lr / PEAK_LR * (load - load.mean()).sign()
 
         record = {"step": step, "loss": loss.item(), "seconds": time.time() - began}
+        record |= {"own_loops": loops.shares} if loops and loops.pool else {}
         progress.set_postfix(loss=f"{record['loss']:.3f}", refresh=False)
         if step % SAVE_EVERY == 0 or step == steps:
             record["load"] = [mlp.experts.load.tolist() for mlp in routers]
@@ -387,23 +452,18 @@ def target(data: Data, out: Out, tokenizer: Folder, tokens: Tokens, seed: int = 
     def loss(model, ids, labels):
         return likelihood(logits_of(model, ids), labels)
 
-    fit(model, tokenizer, documents(data, seed), out, tokens, seed, loss, loops=True)
+    train, heldout = documents(data, seed)
+    loops = OwnLoops(model, tokenizer, train, seed)
+    fit(model, tokenizer, (train, heldout), out, tokens, seed, loss, loops)
 
 
 @app.command()
 def answers(data: Data, out: Out, target: Folder, minutes: float = 5.0, seed: int = 0):
     """The target's own greedy answers to training prompts, for the draft to learn from."""
     (model, tokenizer), (train, _) = load(target), documents(data, seed)
-    groups, texts, deadline = {}, [], time.time() + 60 * minutes
-    for source in ("math_gsm8k_train_chat", "code_mbpp_train", "instructions"):
-        for prompt in sorted({BOS + document.split(ASSISTANT)[0] + ASSISTANT for document in train[source]}):
-            groups.setdefault((source, len(tokenizer.encode(prompt))), []).append(prompt)
-    # prompts of one length in tokens at a time: the compressors of V4 would read padding
-    groups = [prompts for prompts in groups.values() if len(prompts) >= 8]
+    groups, texts, deadline = sum(prompt_groups(train, tokenizer), []), [], time.time() + 60 * minutes
     for prompts in tqdm(random.Random(seed).sample(groups, len(groups))):
-        ids = tokenizer(prompts[:64], add_special_tokens=False, return_tensors="pt")["input_ids"]
-        answered = tokenizer.batch_decode(model.generate(ids, max_new_tokens=160, do_sample=False))
-        texts += [text.removeprefix(BOS).split(EOS)[0] for text in answered]
+        texts += answer(model, tokenizer, prompts[:64])
         if time.time() > deadline:
             break
     out.write_text(json.dumps(texts, ensure_ascii=False, indent=0), encoding="utf-8")
