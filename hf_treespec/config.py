@@ -9,7 +9,8 @@ from typing import Any
 
 CONFIG_NAME = "tree_config.json"
 BACKENDS = ("auto", "torch")
-DRAFTERS = ("auto", "assistant", "mtp")
+HEADS = ("mtp", "dspark")
+DRAFTERS = ("auto", "assistant", *HEADS)
 MAX_BUDGET = 256
 MAX_DEPTH = 64
 
@@ -23,13 +24,13 @@ class TreeConfig:
             Number of nodes the target verifies per round, the root included. `budget=1` is plain decoding.
         depth (`int`, *optional*):
             Drafted levels below the root, the most drafted tokens a round can accept. `None` takes
-            [`~TreeConfig.resolved_depth`]'s default.
+            [`~TreeConfig.resolved_depth`]'s default; with a DSpark head at most its block size.
         top_k (`int`, *optional*):
             Children drafted per expanded node. `top_k=1` drafts a chain. `None` takes
             [`~TreeConfig.resolved_top_k`]'s default.
         drafter (`str`, defaults to `"auto"`):
-            What drafts: `"assistant"` is the `assistant_model` of the call, `"mtp"` the MTP head of the model's
-            checkpoint; `"auto"` takes the assistant where there is one, else the head.
+            What drafts: `"assistant"` is the `assistant_model` of the call, `"mtp"` and `"dspark"` are the head in the
+            model's checkpoint; `"auto"` takes the assistant where there is one, else the head that is there.
         backend (`str`, defaults to `"auto"`):
             Implementation of the operations, one of `"auto"` and `"torch"`.
 

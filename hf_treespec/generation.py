@@ -18,7 +18,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from . import ops
 from .cache import TreeCache
-from .config import TreeConfig
+from .config import HEADS, TreeConfig
 from .drafting import RootGenerator, TreeCandidateGenerator
 from .fork import DEFAULT_SPARE
 from .modeling import device_of, disable, enable, is_enabled, unwrap
@@ -154,7 +154,7 @@ class _Drafting:
             from .heads import head_of
 
             try:
-                self.head = head_of(model)
+                self.head = head_of(model, tree_config.drafter if tree_config.drafter in HEADS else None)
             except ValueError as error:
                 raise ValueError(f"`tree_config` has `budget={tree_config.budget}`. {error}") from error
 
@@ -183,15 +183,31 @@ class _Drafting:
     @property
     def head_layers(self) -> int:
         """Window rings that the drafter needs in the target's cache."""
-        return 0 if self.head is None else 1
+        return 0 if self.head is None else len(self.head.layers)
+
+    @property
+    def depth(self) -> int:
+        """Levels to draft. A DSpark head was trained for blocks of one size: the default depth, not the limit."""
+        depth, block_size = self.tree_config.resolved_depth, getattr(self.head, "block_size", None)
+        if block_size is None or depth <= block_size:
+            return depth
+        if self.tree_config.depth is None:
+            return block_size
+        logger.warning_once(
+            f"`depth` is {depth}, the DSpark head's `dspark_block_size` {block_size}: some heads draft worse beyond it. "
+            "Compare `tree_stats['accepted_lengths']`."
+        )
+        return depth
 
     def generator(self, cache: TreeCache) -> TreeCandidateGenerator:
         """The drafter of this call."""
         config, threshold = self.tree_config, self.threshold
         if self.head is not None:
+            from .drafting.dspark import DSparkTreeGenerator
             from .drafting.mtp import MTPTreeGenerator
 
-            return MTPTreeGenerator(self.model, self.head, cache, config, threshold)
+            generator = {"mtp": MTPTreeGenerator, "dspark": DSparkTreeGenerator}[self.head.kind]
+            return generator(self.model, self.head, cache, config, threshold)
         if self.assistant_model is None:
             return RootGenerator()
         from .drafting.assistant import AssistantTreeGenerator
@@ -211,19 +227,19 @@ def decode(
     # Without a mask transformers makes one, in which every pad token is padding, wherever it stands.
     check_inputs(input_ids, model_kwargs.get("attention_mask"), model.config.vocab_size)
     batch, width = input_ids.shape
-    config = drafting.tree_config
+    depth = drafting.depth
     tokens, lengths = (x.to(device_of(model)) for x in left_align(input_ids, model_kwargs.get("attention_mask")))
     cache = model_kwargs.get("cache")
     if not isinstance(cache, TreeCache):
-        spare = max(DEFAULT_SPARE, config.resolved_depth + 1)
+        spare = max(DEFAULT_SPARE, depth + 1)
         cache = TreeCache(model.config, batch, spare, tokens.device, drafting.head_layers)
     with cache.claimed(model):
         # Made before the cache is touched: it may refuse the assistant.
         generator = drafting.generator(cache)
-        reuse_prefix(cache, model.config, tokens, lengths, config.resolved_depth + 1, drafting.head_layers)
+        reuse_prefix(cache, model.config, tokens, lengths, depth + 1, drafting.head_layers)
         stats = TreeStats()
         end, pad = generation_config._eos_token_tensor, generation_config._pad_token_tensor
-        limit, depth = generation_config.max_length - width, config.resolved_depth
+        limit = generation_config.max_length - width
         with generator.attached():
             with stats.timed("prefill"):
                 prefill(model, cache, tokens, lengths - 1, drafting.chunk_size, generator)

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from .cache import TreeCache
-from .config import TreeConfig
+from .config import HEADS, TreeConfig
 
 
 _LATER = "it is not supported together with `tree_config` yet; drop one of the two"
@@ -134,11 +134,12 @@ def check_assistant(model, assistant_model, tree_config: TreeConfig) -> None:
     """Raises unless the assistant that the config needs is there and fits the target."""
     if tree_config.budget == 1 and tree_config.drafter == "auto":
         return
-    if tree_config.drafter == "mtp" and assistant_model is not None:
+    if tree_config.drafter in HEADS and assistant_model is not None:
         raise ValueError(
-            "`drafter='mtp'` drafts with the checkpoint's own head; drop `assistant_model=` or `drafter`."
+            f"`drafter={tree_config.drafter!r}` drafts with the checkpoint's own head; drop `assistant_model=` or "
+            "`drafter`."
         )
-    if assistant_model is None and tree_config.drafter in ("auto", "mtp"):
+    if assistant_model is None and tree_config.drafter in ("auto", *HEADS):
         return
     if assistant_model is None:
         raise ValueError(

@@ -51,7 +51,7 @@ def test_only_the_shards_of_the_head_are_read(checkpoint, target, tmp_path):
 
 def test_both_namings_and_the_round_trip(target, tmp_path):
     head = head_of(target)
-    state = {f"mtp.0.{name.removeprefix('layer.')}": value for name, value in head.state_dict().items()}
+    state = {f"mtp.0.{name.removeprefix('layers.0.')}": value for name, value in head.state_dict().items()}
     own, written = tmp_path / "own", tmp_path / "written"
     own.mkdir()
     save_file(state, own / "model.safetensors")
@@ -71,7 +71,7 @@ def test_the_heads_dtype_follows_the_model(checkpoint, target):
     head = load_head(checkpoint, target.config, torch.bfloat16)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
     layer = model.model.layers[-1].state_dict()
-    for name, value in head.layer.state_dict().items():
+    for name, value in head.layers[0].state_dict().items():
         if name in layer:
             assert value.dtype == layer[name].dtype, name
     hf_treespec.enable(model.eval())
@@ -150,11 +150,11 @@ def test_a_quantised_head_of_the_official_layout(target, tmp_path, suffix):
     loaded = hf_treespec.enable(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval())
     state = head_of(loaded).state_dict()
     weights = {name: dequantise(name, stored) for name in stored if not name.endswith(".scale")}
-    assert torch.equal(state["layer.self_attn.kv_proj.weight"], weights["attn.wkv.weight"])
+    assert torch.equal(state["layers.0.self_attn.kv_proj.weight"], weights["attn.wkv.weight"])
     experts = [[weights[f"ffn.experts.{e}.{w}.weight"] for w in ("w1", "w3")] for e in range(4)]
-    assert torch.equal(state["layer.mlp.experts.gate_up_proj"], torch.stack([torch.cat(pair) for pair in experts]))
+    assert torch.equal(state["layers.0.mlp.experts.gate_up_proj"], torch.stack([torch.cat(pair) for pair in experts]))
     down = [weights[f"ffn.experts.{e}.w2.weight"] for e in range(4)]
-    assert torch.equal(state["layer.mlp.experts.down_proj"], torch.stack(down))
+    assert torch.equal(state["layers.0.mlp.experts.down_proj"], torch.stack(down))
     texts = random_texts(generator(9), (23, 5))
     output, written = run(loaded, texts, 12, tree_config=TREE)
     assert output.tree_stats["nodes"] > output.tree_stats["rounds"]

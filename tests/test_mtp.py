@@ -28,11 +28,13 @@ TREE = {"budget": 8, "depth": 4, "top_k": 3}
 class MadeUpRounds(MadeUpTarget):
     """Random paths are accepted, as in `MadeUpTarget`, but the target runs: the head lives on its streams."""
 
-    def __init__(self, model, head, config: TreeConfig, texts, chunk_size: int) -> None:
+    def __init__(
+        self, model, head, config: TreeConfig, texts, chunk_size: int, drafter: type = MTPTreeGenerator
+    ) -> None:
         self.model, self.texts = model, list(texts)
         self.rngs = [generator(seed) for seed in range(len(texts))]
-        self.cache = TreeCache(model.config, len(texts), head_layers=1)
-        self.drafter = MTPTreeGenerator(model, head, self.cache, config)
+        self.cache = TreeCache(model.config, len(texts), head_layers=len(head.layers))
+        self.drafter = drafter(model, head, self.cache, config)
         inputs = left_pad(texts)
         tokens, lengths = left_align(inputs["input_ids"], inputs["attention_mask"])
         with torch.no_grad(), self.drafter.attached():
@@ -72,8 +74,8 @@ def test_steps_agree_with_plain_matrix_products(tmp_path, model, chunk_size, mon
             length = len(text) - 1  # of the committed text; the root is behind it
             if not length:
                 continue
-            plain = PlainHead(tensors, model, oracle_streams(model, text)[:-1], text[1:])
-            states = {0: plain.step(text[-1], oracle_streams(model, text)[length - 1], length - 1, plain.keys)}
+            plain = PlainHead(tensors, model, oracle_streams(model, text)[0][:-1], text[1:])
+            states = {0: plain.step(text[-1], oracle_streams(model, text)[0][length - 1], length - 1, plain.keys)}
             for depth, (logits, parents, valid) in enumerate(seen):
                 for column in valid[i].nonzero()[:, 0].tolist():
                     entry = int(parents[i, column])
@@ -109,7 +111,7 @@ def echo():
         head.e_proj.weight.copy_(torch.eye(config.hidden_size))
         head.h_proj.weight.zero_()
     for part, source in (
-        (head.layer, model.model.layers[0]),
+        (head.layers[0], model.model.layers[0]),
         (head.hc_head, model.model.hc_head),
         (head.norm, model.model.norm),
     ):
@@ -120,7 +122,7 @@ def echo():
 def chain_lengths(model, head, texts, patch=None) -> dict[int, int]:
     """Accepted lengths of a chain of 5 over 40 tokens per row."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr("hf_treespec.heads.head_of", lambda model: head)
+        monkeypatch.setattr("hf_treespec.heads.head_of", lambda model, kind: head)
         if patch is not None:
             monkeypatch.setattr(MTPHead, "window_keys", patch)
         output, written = run(model, texts, 40, tree_config={"budget": 5, "top_k": 1})
@@ -140,7 +142,7 @@ def test_priming_matters(echo):
 
     def unprimed(self, inputs, position_ids):
         keys = window_keys(self, inputs, position_ids)
-        return keys.zero_() if inputs.shape[1] > 5 else keys  # longer than a round: a prefill chunk
+        return [key.zero_() for key in keys] if inputs.shape[1] > 5 else keys  # longer than a round: a prefill chunk
 
     accepted = chain_lengths(*echo, random_texts(generator(1), (23, 40, 12, 31)), unprimed)
     assert sum(count for length, count in accepted.items() if length < 5) >= 4
@@ -178,9 +180,9 @@ def test_streams_of_other_threads_are_not_seen(target):
         other = threading.Thread(target=target, kwargs={"input_ids": rounds.texts[0][None], "use_cache": False})
         other.start()
         other.join()
-        assert rounds.drafter._seen is None
+        assert not rounds.drafter.seen
         target(input_ids=rounds.texts[0][None], use_cache=False)
-        assert rounds.drafter._seen.shape[:2] == (1, 12)
+        assert rounds.drafter.seen[target.config.num_hidden_layers - 1].shape[:2] == (1, 12)
     assert not target.model.hc_head._forward_pre_hooks
 
 

@@ -62,7 +62,7 @@ class AssistantTreeGenerator(LevelTreeGenerator):
         rows = None if rows is None else rows.to(self.device)
         physical = torch.arange(len(roots), device=self.device) if rows is None else rows
         self._fork = self._round.enter_context(self.cache.fork(self._stem(physical, roots), rows))
-        tree = self._grow(physical, roots, depth, limits)
+        tree = self._grow(physical, roots, depth, limits, root_node=self._fork.tree.tokens.shape[1] - 1)
         if target_device == self.device:
             return tree
         return TokenTree(tree.tokens.to(target_device), tree.paths.to(target_device), tree.valid.to(target_device))

@@ -1,5 +1,7 @@
 """From draft probabilities to the chance that the target walks there, learned online."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,12 @@ _PRIOR_WEIGHT = 6.0
 _HIGHEST, _LOWEST = 0.999, 1e-6
 
 
+def greedy_prior(probabilities: Tensor) -> Tensor:
+    """Acceptance under greedy verification, expected of draft probabilities `[..., k]` ordered by rank."""
+    first = probabilities[..., :1] ** 0.6
+    return torch.cat([first, 0.8 * probabilities[..., 1:]], -1)
+
+
 class AcceptanceCalibration:
     """Estimated acceptance of a candidate given that its parent was accepted.
 
@@ -20,17 +28,18 @@ class AcceptanceCalibration:
     themselves, so a request's trees do not depend on its batch.
     """
 
-    def __init__(self, rows: int, top_k: int, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        rows: int,
+        top_k: int,
+        device: torch.device | None = None,
+        prior: Callable[[Tensor], Tensor] = greedy_prior,
+    ) -> None:
+        self.prior = prior
         self.edges = torch.tensor(_EDGES, device=device)
         shape = (rows, top_k, len(_EDGES) + 1)
         self.accepted = torch.full(shape, _PRIOR_WEIGHT, dtype=torch.float32, device=device)
         self.expected = torch.full(shape, _PRIOR_WEIGHT, dtype=torch.float32, device=device)
-
-    @staticmethod
-    def prior(probabilities: Tensor) -> Tensor:
-        """Prior acceptance of candidates `[..., k]` ordered by rank."""
-        first = probabilities[..., :1] ** 0.6
-        return torch.cat([first, 0.8 * probabilities[..., 1:]], -1)
 
     def estimate(self, rows: Tensor, probabilities: Tensor) -> Tensor:
         """Acceptance of candidates `[B, w, k]` of the physical `rows` `[B]`, strictly between 0 and 1."""

@@ -32,6 +32,8 @@ class LevelTreeGenerator(TreeCandidateGenerator):
         self.device = device
         self.budget = tree_config.budget
         self.top_k = min(tree_config.resolved_top_k, vocab_size)
+        # Expanded nodes per level, at most.
+        self.frontier_width = self.top_k
         self.lowest_score = math.log(confidence_threshold) if confidence_threshold > 0 else -math.inf
         self.calibration = AcceptanceCalibration(rows, self.top_k, device)
         self._pool: CandidatePool | None = None
@@ -41,20 +43,21 @@ class LevelTreeGenerator(TreeCandidateGenerator):
         """Logits `[B, M, V]` of the query nodes of the fork, or of the last of them."""
         raise NotImplementedError
 
-    def _grow(self, rows: Tensor, roots: Tensor, depth: int, limits: Tensor) -> TokenTree:
-        """The best tree of at most `depth` levels below `roots` `[B]`, whose node is the last of the open fork.
+    def _grow(self, rows: Tensor, roots: Tensor, depth: int, limits: Tensor, root_node: int = 0) -> TokenTree:
+        """The best tree of at most `depth` levels below `roots` `[B]`.
 
         Args:
             rows: physical rows `[B]`.
             limits: levels that each row has use for, `[B]`.
+            root_node: the roots' node in the open fork.
         """
         self._rows = rows
-        self._pool = pool = CandidatePool(roots, root_node=self._fork.tree.tokens.shape[1] - 1)
+        self._pool = pool = CandidatePool(roots, root_node)
         frontier = torch.zeros_like(roots)[:, None]
         self._add_candidates(self._forward(last_only=True), frontier, limits[:, None] > 0)
         for level in range(1, depth):
             level_size = frontier.shape[1] * self.top_k
-            frontier, worth = pool.frontier(self.top_k, level_size, self.budget - 1, self.lowest_score)
+            frontier, worth = pool.frontier(self.frontier_width, level_size, self.budget - 1, self.lowest_score)
             worth &= level < limits[:, None]
             # Reading the device costs a stall elsewhere; there the level is drafted with padding nodes instead.
             if self.device.type == "cpu" and not worth.any():
@@ -75,8 +78,13 @@ class LevelTreeGenerator(TreeCandidateGenerator):
 
     def _add_candidates(self, logits: Tensor, parents: Tensor, valid: Tensor) -> None:
         probabilities, tokens = logits.float().softmax(-1).topk(self.top_k, dim=-1)
+        probabilities = self._survival(probabilities)
         acceptance = self.calibration.estimate(self._rows, probabilities) * valid[..., None]
         self._pool.add_level(parents, tokens, probabilities, acceptance)
+
+    def _survival(self, probabilities: Tensor) -> Tensor:
+        """What is calibrated: the draft's probabilities `[B, w, k]`, or a better guess that a drafter has."""
+        return probabilities
 
     def _learn(self, path: Tensor, committed: Tensor, predicted: Tensor) -> Tensor:
         """Every committed node that was expanded shows which of its candidates the target took.

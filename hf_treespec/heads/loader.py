@@ -15,10 +15,13 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 
 from ..modeling import HEAD_ATTRIBUTE
 from . import names
-from .mtp import MTPHead, parameter_dtype
+from .block import DraftHead, parameter_dtype
+from .dspark import CONFIG_KEYS, DSparkHead
+from .mtp import MTPHead
 
 
 HEAD_WEIGHTS_NAME = "model-mtp.safetensors"
+_TITLES = {"mtp": "MTP", "dspark": "DSpark"}
 _WAY_OUT = "Pass `assistant_model=`, or set `budget=1` for plain decoding."
 
 
@@ -68,13 +71,16 @@ class HeadCheckpoint:
         with safe_open(single, "pt") as file:
             return dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
 
-    def kind(self, config: Any = None) -> str | None:
-        """`"dspark"`, `"mtp"` or `None`. The checkpoint's own config decides; without one, that of the model does."""
+    def settings(self, config: Any = None) -> dict[str, Any]:
+        """The keys of the checkpoint's own config; without one, those of the model's."""
         path = self._file("config.json")
-        keys = json.loads(Path(path).read_text(encoding="utf-8")) if path else vars(config) if config else {}
-        if keys.get("dspark_block_size") is not None:
+        return json.loads(Path(path).read_text(encoding="utf-8")) if path else config.to_dict() if config else {}
+
+    def kind(self, config: Any = None) -> str | None:
+        """`"dspark"`, `"mtp"` or `None`."""
+        if self.settings(config).get("dspark_block_size") is not None:
             return "dspark"
-        return "mtp" if any(name.startswith(names.STAGE_PREFIX) for name in self.names) else None
+        return "mtp" if self.names else None
 
     def read(self, name: str) -> Tensor:
         """A tensor as it is stored."""
@@ -102,45 +108,69 @@ def detect_head(path: str, config: Any = None) -> str | None:
         return checkpoint.kind(config)
 
 
-def load_head(path: str, config: Any, dtype: torch.dtype = torch.float32, device: torch.device = "cpu") -> MTPHead:
-    """Loads the MTP head of a checkpoint, dequantised.
+def load_head(
+    path: str,
+    config: Any,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = "cpu",
+    kind: str | None = None,
+) -> DraftHead:
+    """Loads the head of a checkpoint, dequantised.
 
     Args:
         path: local folder or Hub id.
         config: the trunk's `DeepseekV4Config`.
         dtype: of the weights; norms and hyper-connections stay in fp32, as in transformers.
+        kind: `"mtp"` or `"dspark"`; by default what the checkpoint holds.
 
     Raises:
-        ValueError: if there is no MTP head, or a tensor is missing, left over, misshapen or not to be dequantised.
+        ValueError: if there is no such head, or a tensor is missing, left over, misshapen or not to be dequantised.
     """
     with HeadCheckpoint(str(path)) as checkpoint:
-        _check_kind(checkpoint, config)
+        kind = _check_kind(checkpoint, config, kind)
+        stages, title = names.stages(checkpoint.names), _TITLES[kind]
         with torch.device("meta"):
-            head = MTPHead(config)
+            if kind == "mtp":
+                head = MTPHead(config)
+            else:
+                bias = any(name.endswith("confidence_head.proj.bias") for name in checkpoint.names)
+                head = DSparkHead(config, checkpoint.settings(config), stages, bias)
         shapes = {name: tensor.shape for name, tensor in head.state_dict().items()}
-        sources = {name: names.pieces(name, shape, checkpoint.names) for name, shape in shapes.items()}
-        _check_names(checkpoint, [piece.name for pieces in sources.values() for piece in pieces])
+        sources = {name: names.pieces(name, shape, stages, checkpoint.names) for name, shape in shapes.items()}
+        _check_names(checkpoint, title, [piece.name for pieces in sources.values() for piece in pieces])
         faults: list[str] = []
         state = {}
         for name, shape in shapes.items():
             state[name] = torch.empty(shape, dtype=parameter_dtype(name, dtype), device=device)
             faults += _fill(state[name], sources[name], checkpoint)
     if faults:
-        raise ValueError(f"The MTP head of {path!r} does not fit the model: " + "; ".join(faults) + ".")
+        raise ValueError(f"The {title} head of {path!r} does not fit the model: " + "; ".join(faults) + ".")
     head.load_state_dict(state, assign=True)
     return head.to(device).eval().requires_grad_(False)
 
 
-def _check_kind(checkpoint: HeadCheckpoint, config: Any) -> None:
-    dspark = names.dspark_only(checkpoint.names)
-    if dspark or checkpoint.kind(config) == "dspark":
-        found = _listed(dspark) if dspark else "config key `dspark_block_size`"
-        raise ValueError(f"{checkpoint.path!r} holds a DSpark head, which cannot be used as MTP: {found}. {_WAY_OUT}")
+def _check_kind(checkpoint: HeadCheckpoint, config: Any, asked: str | None) -> str:
+    """The kind of the head, if it is the one asked for and its tensors are of that kind."""
     if not checkpoint.names:
         raise ValueError(f"{checkpoint.path!r} ships no draft head (no tensor named `mtp.*`). {_WAY_OUT}")
+    kind = checkpoint.kind(config)
+    if asked not in (None, kind):
+        key = "has" if kind == "dspark" else "lacks"
+        raise ValueError(
+            f"{checkpoint.path!r} holds a {_TITLES[kind]} head, which cannot be used as {_TITLES[asked]}: its config "
+            f"{key} the key `dspark_block_size`. Pass `drafter='auto'` or `drafter={kind!r}`."
+        )
+    other = "mtp" if kind == "dspark" else "dspark"
+    foreign = names.only_of(other, checkpoint.names)
+    if foreign:
+        raise ValueError(
+            f"By its config (`dspark_block_size`) {checkpoint.path!r} holds a {_TITLES[kind]} head, but these tensors belong to a "
+            f"{_TITLES[other]} head, which cannot be used as {_TITLES[kind]}: {_listed(foreign)}. {_WAY_OUT}"
+        )
+    return kind
 
 
-def _check_names(checkpoint: HeadCheckpoint, wanted: list[str]) -> None:
+def _check_names(checkpoint: HeadCheckpoint, title: str, wanted: list[str]) -> None:
     """Raises unless the checkpoint holds all `wanted` tensors, and nothing else beside their scales."""
     present = checkpoint.names
     missing = sorted(set(wanted) - present)
@@ -148,7 +178,7 @@ def _check_names(checkpoint: HeadCheckpoint, wanted: list[str]) -> None:
     extra = sorted(present - set(wanted) - scales)
     if missing or extra:
         faults = [f"missing: {_listed(missing)}"] * bool(missing) + [f"unexpected: {_listed(extra)}"] * bool(extra)
-        raise ValueError(f"The MTP head of {checkpoint.path!r} is not complete; " + "; ".join(faults) + ".")
+        raise ValueError(f"The {title} head of {checkpoint.path!r} is not complete; " + "; ".join(faults) + ".")
 
 
 def _listed(items: list[str], most: int = 20) -> str:
@@ -187,17 +217,18 @@ def _dequantised(name: str, checkpoint: HeadCheckpoint) -> Tensor:
     return Fp8Dequantize(None).convert(sources)["weight"]
 
 
-def save_head(head: MTPHead, save_directory: str) -> None:
+def save_head(head: DraftHead, save_directory: str) -> None:
     """Writes the head in official names as a shard of its own and names it in the folder's index.
 
     In the folder of a model, also one with a single weights file, plain `from_pretrained` goes on to load the model,
-    and the head is found beside it. Scales of a quantised head that this one replaces leave the index.
+    and the head is found beside it. So a trunk that transformers saved, fine-tuned or quantised, gets its head back.
+    Scales of a quantised head that this one replaces leave the index; a DSpark head's keys go into `config.json`.
     """
     folder = Path(save_directory)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for name, value in head.state_dict().items():
-        for piece in names.official_pieces(name, value.shape):
+        for piece in names.official_pieces(name, value.shape, len(head.layers)):
             tensors[piece.name] = value[piece.index].detach().cpu().contiguous().clone()
     save_file(tensors, folder / HEAD_WEIGHTS_NAME, metadata={"format": "pt"})
     index_path, single = folder / SAFE_WEIGHTS_INDEX_NAME, folder / SAFE_WEIGHTS_NAME
@@ -209,22 +240,36 @@ def save_head(head: MTPHead, save_directory: str) -> None:
             index["weight_map"] = dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
     trunk = {name: shard for name, shard in index["weight_map"].items() if names.canonical(name) is None}
     index["weight_map"] = {**trunk, **dict.fromkeys(tensors, HEAD_WEIGHTS_NAME)}
+    _save_settings(head, folder)
     index_path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _save_settings(head: DraftHead, folder: Path) -> None:
+    """The folder's config says which kind of head it holds."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    settings = head.settings() if isinstance(head, DSparkHead) else {}
+    fresh = {key: value for key, value in config.items() if key not in CONFIG_KEYS} | settings
+    if fresh != config:
+        path.write_text(json.dumps(fresh, indent=2) + "\n", encoding="utf-8")
 
 
 class _LoadedHead:
     """The head of a live model. Not a submodule, so that nothing that walks or saves the model meets it; copies and
     pickles of the model leave it out and load it again when they need it."""
 
-    def __init__(self, head: MTPHead | None = None, key: tuple | None = None) -> None:
+    def __init__(self, head: DraftHead | None = None, key: tuple | None = None) -> None:
         self.head, self.key = head, key
 
     def __reduce__(self):
         return _LoadedHead, ()
 
 
-def head_of(model: Any) -> MTPHead:
+def head_of(model: Any, kind: str | None = None) -> DraftHead:
     """The head of the checkpoint that an enabled model came from, beside its last layer; read once per model.
+
+    Args:
+        kind: `"mtp"` or `"dspark"`, if it has to be that.
 
     Raises:
         ValueError: if there is none, naming what to do instead.
@@ -237,7 +282,7 @@ def head_of(model: Any) -> MTPHead:
     device = torch.device(last.weight.device if device is None else device)
     key = (path, model.dtype, device)
     loaded = model.__dict__.get(HEAD_ATTRIBUTE)
-    if loaded is None or loaded.key != key:
-        loaded = _LoadedHead(load_head(path, model.config, model.dtype, device), key)
+    if loaded is None or loaded.key != key or kind not in (None, loaded.head.kind):
+        loaded = _LoadedHead(load_head(path, model.config, model.dtype, device, kind), key)
         model.__dict__[HEAD_ATTRIBUTE] = loaded
     return loaded.head

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 
-STAGE_PREFIX = "mtp.0."
+PREFIX = "mtp."
 _ANY_PREFIX = re.compile(r"^(?:model\.)?(mtp\.\d+\..*)$")
 # Name in the module, without the decoder layer's own prefix -> name in the official checkpoints.
 _OFFICIAL = {
@@ -37,14 +37,18 @@ _OFFICIAL = {
     "mlp.shared_experts.gate_proj": "ffn.shared_experts.w1",
     "mlp.shared_experts.down_proj": "ffn.shared_experts.w2",
     "mlp.shared_experts.up_proj": "ffn.shared_experts.w3",
+    "markov_w1": "markov_head.markov_w1",
+    "markov_w2": "markov_head.markov_w2",
+    "confidence": "confidence_head.proj",
 }
 # transformers' mapping of the trunk gives this norm back under another name than it has in the official checkpoints.
 _SYNONYMS = {"attn.norm.weight": "attn.kv_norm.weight"}
 _GATE_UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 # Companions of a quantised `x.weight`; the last two replace `.weight`.
 _SCALE_SUFFIXES = ("_scale_inv", "_scale", ".scale")
-# What only DSpark heads have.
+# What only one kind of head has.
 _DSPARK = re.compile(r"^mtp\.(?:[1-9]|0\.(?:main_|markov_head|confidence_head))")
+_MTP = re.compile(r"^mtp\.0\.(?:[eh]norm|[eh]_proj)\.")
 
 
 @dataclass(frozen=True)
@@ -64,10 +68,19 @@ def canonical(name: str) -> str | None:
     return stage + _SYNONYMS.get(rest, rest)
 
 
-def official_pieces(parameter: str, shape: tuple[int, ...]) -> list[Piece]:
-    """The official tensors that make up the module's `parameter`; experts are stored one by one."""
-    name = parameter.removeprefix("layer.")
-    experts = STAGE_PREFIX + "ffn.experts."
+def _staged(parameter: str, stages: int) -> tuple[str, str]:
+    """The stage prefix under which a parameter of the module is stored, and its name there."""
+    in_layer = re.match(r"^layers\.(\d+)\.(.*)$", parameter)
+    if in_layer is not None:
+        return f"{PREFIX}{in_layer[1]}.", in_layer[2]
+    # What feeds the first stage belongs to it, what reads the last one to that.
+    return (f"{PREFIX}0." if parameter.startswith("main_") else f"{PREFIX}{stages - 1}."), parameter
+
+
+def official_pieces(parameter: str, shape: tuple[int, ...], stages: int) -> list[Piece]:
+    """The official tensors that make up `parameter` of a head of so many stages; experts are stored one by one."""
+    prefix, name = _staged(parameter, stages)
+    experts = prefix + "ffn.experts."
     if name == _GATE_UP:
         half = shape[1] // 2
         parts = (("w1", slice(0, half)), ("w3", slice(half, 2 * half)))
@@ -78,13 +91,13 @@ def official_pieces(parameter: str, shape: tuple[int, ...]) -> list[Piece]:
     official = _OFFICIAL.get(name)
     if official is None:
         official = f"{_OFFICIAL.get(stem, stem)}.{leaf}"
-    return [Piece(STAGE_PREFIX + official)]
+    return [Piece(prefix + official)]
 
 
-def pieces(parameter: str, shape: tuple[int, ...], present: Collection[str]) -> list[Piece]:
+def pieces(parameter: str, shape: tuple[int, ...], stages: int, present: Collection[str]) -> list[Piece]:
     """Where `parameter` is found: under the module's own name if the checkpoint has that, else the official ones."""
-    own = STAGE_PREFIX + parameter.removeprefix("layer.")
-    return [Piece(own)] if own in present else official_pieces(parameter, shape)
+    own = "".join(_staged(parameter, stages))
+    return [Piece(own)] if own in present else official_pieces(parameter, shape, stages)
 
 
 def scale_of(name: str, present: Collection[str]) -> str | None:
@@ -94,6 +107,11 @@ def scale_of(name: str, present: Collection[str]) -> str | None:
     return next((scale for scale in candidates if scale in present), None)
 
 
-def dspark_only(names: Collection[str]) -> list[str]:
-    """Those names that only a DSpark head has."""
-    return sorted(name for name in names if _DSPARK.match(name))
+def stages(names: Collection[str]) -> int:
+    """How many stages the head has."""
+    return 1 + max((int(name.split(".")[1]) for name in names), default=-1)
+
+
+def only_of(kind: str, names: Collection[str]) -> list[str]:
+    """Those names that only a head of this kind has."""
+    return sorted(name for name in names if (_DSPARK if kind == "dspark" else _MTP).match(name))
