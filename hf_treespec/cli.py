@@ -53,7 +53,10 @@ def demo(
 def generate(
     model: Annotated[str, typer.Option(help="DeepSeek-V4 target: a local folder or an id on the Hub.")],
     assistant: Annotated[
-        str | None, typer.Option(help="Draft model of the same vocabulary. Without one, decoding is plain (budget 1).")
+        str | None,
+        typer.Option(
+            help="Draft model of the same vocabulary. Without one, the head in the target's checkpoint drafts."
+        ),
     ] = None,
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be given several times.")] = None,
     prompts: Annotated[
@@ -83,16 +86,61 @@ def generate(
         rows = [{"prompt": text} for text in prompt or []] + (read_prompts(prompts) if prompts else [])
         if not rows:
             raise ValueError("There is nothing to do: pass `--prompt TEXT` or `--prompts FILE`.")
+        drafts = bool(assistant) or budget != 1 and _ships_head(model)
         if budget is None:
-            budget = 8 if assistant else 1
-        if budget > 1 and not assistant:
-            raise ValueError(f"`--budget {budget}` needs a draft model: pass `--assistant`, or `--budget 1`.")
+            budget = 8 if drafts else 1
+        if budget > 1 and not drafts:
+            raise ValueError(
+                f"`--budget {budget}`, but {model!r} ships no draft head: pass `--assistant`, or `--budget 1`."
+            )
         options = {"tree_config": _tree_options(budget, depth, top_k), "max_new_tokens": max_new_tokens}
         if assistant:
             options["assistant_model"] = _load(assistant, dtype, device_map)
         target, tokenizer = _load_target(model, dtype, device_map)
         batches = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
         _generate(target, tokenizer, batches, chat, options, output)
+
+
+@app.command()
+def train_head(
+    model: Annotated[str, typer.Option(help="DeepSeek-V4 target: a local folder or an id on the Hub.")],
+    kind: Annotated[str, typer.Option(help="'mtp' or 'dspark'.")],
+    data: Annotated[
+        Path, typer.Option(exists=True, dir_okay=False, help="Prompts, as `generate --prompts` takes them.")
+    ],
+    output: Annotated[Path, typer.Option(help="Folder for the head; the model's own puts it beside the model.")],
+    work_dir: Annotated[
+        Path | None, typer.Option(help="Keeps texts and training state, to go on from. [default: OUTPUT/training]")
+    ] = None,
+    initial: Annotated[
+        str | None, typer.Option(help="Checkpoint whose head is trained on, instead of a new one.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 1000,
+    batch_size: Annotated[int, typer.Option(min=1, help="Texts per step.")] = 8,
+    max_new_tokens: MaxNewTokens = 128,
+    max_length: Annotated[int, typer.Option(min=16, help="Texts are cut to this many tokens.")] = 512,
+    learning_rate: Annotated[float, typer.Option(min=0.0)] = 2e-3,
+    block_size: Annotated[int, typer.Option(min=1, help="DSpark: tokens per block.")] = 5,
+    noise_token_id: Annotated[int | None, typer.Option(help="DSpark: fills the block. [default: the last id]")] = None,
+    markov_rank: Annotated[int, typer.Option(min=1, help="DSpark: rank of the Markov term.")] = 64,
+    target_layer_ids: Annotated[
+        str | None, typer.Option(help="DSpark: layers it sees, comma-separated. [default: the last three]")
+    ] = None,
+    seed: int = 0,
+) -> None:
+    """Train a draft head for a model on what the model itself writes behind your prompts. Resumes when run again."""
+    with _readable_errors():
+        from .training.run import run
+
+        settings = {
+            "dspark_block_size": block_size,
+            "dspark_noise_token_id": noise_token_id,
+            "dspark_markov_rank": markov_rank,
+            "dspark_target_layer_ids": target_layer_ids and [int(layer) for layer in target_layer_ids.split(",")],
+        }
+        work_dir = output / "training" if work_dir is None else work_dir
+        sizes = (max_new_tokens, max_length, steps, batch_size, learning_rate, seed)
+        run(Console(), model, kind, data, output, work_dir, initial, settings, *sizes)
 
 
 @app.command()
@@ -115,6 +163,15 @@ def env() -> None:
     for name in ("matplotlib", "datasets", "peft"):
         table.add_row(f"{name} (optional)", _version(name))
     Console().print(table)
+
+
+def _ships_head(model: str) -> bool:
+    from .heads import detect_head
+
+    try:
+        return detect_head(model) is not None
+    except ValueError:
+        return False
 
 
 def _tree_options(budget: int, depth: int | None, top_k: int | None):

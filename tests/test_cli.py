@@ -1,6 +1,7 @@
 """The `hf-treespec` command on tiny random checkpoints."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 from hf_treespec import TreeConfig, __version__
 from hf_treespec.cli import app
 from hf_treespec.demo import PROMPTS, checkpoint, decode_rounds, load_pair
+from hf_treespec.heads import detect_head
 from hf_treespec.prompts import encode_prompts, read_prompts
 
 
@@ -160,3 +162,36 @@ def test_encode_prompts():
     assert encode_prompts(tokenizer, ["abc", "a"])["input_ids"][1, 0] == tokenizer.eos_token_id
     with pytest.raises(ValueError, match="no chat template"):
         encode_prompts(tokenizer, ["abc"], chat=True)
+
+
+def test_train_head_then_generate_with_it(pair, tmp_path):
+    """The head goes beside the model, `generate` finds it, and a second call has nothing left to do."""
+    model, data = tmp_path / "model", tmp_path / "prompts.jsonl"
+    shutil.copytree(pair[1], model)
+    data.write_text("".join(json.dumps({"prompt": f"prompt number {i}"}) + "\n" for i in range(12)))
+    options = [
+        "--model",
+        str(model),
+        "--data",
+        str(data),
+        "--output",
+        str(model),
+        "--work-dir",
+        str(tmp_path / "work"),
+    ]
+    sizes = ["--steps", "4", "--batch-size", "4", "--max-new-tokens", "6"]
+    for kind in ("mtp", "dspark"):
+        result = invoke("train-head", "--kind", kind, *options, *sizes, "--target-layer-ids", "1,2")
+        assert result.exit_code == 0, result.output
+        assert "tokens per round" in result.output
+        assert detect_head(model) == kind
+        result = invoke("generate", "--model", str(model), "--prompt", "Hello", "--max-new-tokens", "4", "--raw")
+        assert result.exit_code == 0, result.output
+        assert "nodes verified per round" in result.output
+    # The text of one model serves both kinds; that of other prompts is refused.
+    assert len(list((tmp_path / "work").glob("continuations-*.jsonl"))) == 1
+    data.write_text('{"prompt": "another"}\n')
+    result = invoke("train-head", "--kind", "mtp", *options, *sizes)
+    assert result.exit_code == 1 and "continues another prompt" in result.output
+    result = invoke("train-head", "--kind", "eagle", *options, *sizes)
+    assert result.exit_code == 1 and "'eagle'" in result.output

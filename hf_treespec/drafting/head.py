@@ -1,9 +1,6 @@
 """Drafting with a head of the target's own checkpoint: what the two kinds have in common."""
 
-import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -11,7 +8,7 @@ from torch import Tensor
 from ..cache import TreeCache
 from ..config import TreeConfig
 from ..fork import Fork
-from ..heads import DraftHead
+from ..heads import DraftHead, StreamTaps
 from .levels import LevelTreeGenerator
 
 
@@ -35,31 +32,14 @@ class HeadTreeGenerator(LevelTreeGenerator):
         device = cache.lengths.device
         super().__init__(tree_config, model.config.vocab_size, cache.rows, device, confidence_threshold)
         self.model, self.head, self.cache = model, head, cache
-        # Output streams of the tapped layers in the target's last forward.
-        self.seen: dict[int, Tensor] = {}
+        self.taps = StreamTaps(model, head.taps)
 
-    @contextmanager
-    def attached(self) -> Iterator[None]:
-        """Sees what goes into the modules behind the tapped layers: `output_hidden_states` lacks the last layer's
-        streams. Only forwards of this thread count."""
-        thread = threading.get_ident()
-
-        def see(tap: int, module, args) -> None:
-            if threading.get_ident() == thread:
-                self.seen[tap] = args[0]
-
-        modules = [*self.model.model.layers, self.model.model.hc_head]
-        with ExitStack() as hooks:
-            for tap in self.head.taps:
-                hooks.callback(modules[tap + 1].register_forward_pre_hook(partial(see, tap)).remove)
-            try:
-                yield
-            finally:
-                self.seen = {}
+    def attached(self) -> AbstractContextManager:
+        return self.taps.attached()
 
     def read(self, fork: Fork, path: Tensor, path_lengths: Tensor, following: Tensor) -> None:
         device = self.head.device
-        streams = [self.seen.pop(tap).to(device) for tap in self.head.taps]  # [B, N, hc_mult, D]
+        streams = [stream.to(device) for stream in self.taps.take()]  # [B, N, hc_mult, D]
         # Of a prefill chunk only what the ring can hold.
         count = min(path.shape[1], self.cache.layers[-1].sliding_window + self.cache.spare)
         place = path_lengths[:, None] - count + torch.arange(count, device=path.device)

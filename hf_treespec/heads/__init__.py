@@ -2,8 +2,19 @@
 
 from .block import DraftHead
 from .dspark import DSparkHead
-from .loader import detect_head, head_of, load_head, save_head
+from .loader import attach_head, detect_head, head_of, load_head, save_head
 from .mtp import MTPHead
+from .taps import StreamTaps
 
 
-__all__ = ["DSparkHead", "DraftHead", "MTPHead", "detect_head", "head_of", "load_head", "save_head"]
+__all__ = [
+    "DSparkHead",
+    "DraftHead",
+    "MTPHead",
+    "StreamTaps",
+    "attach_head",
+    "detect_head",
+    "head_of",
+    "load_head",
+    "save_head",
+]

@@ -265,8 +265,14 @@ class _LoadedHead:
         return _LoadedHead, ()
 
 
+def attach_head(model: Any, head: DraftHead) -> None:
+    """Makes `head` the one that a live model drafts with, whatever its checkpoint ships, until `disable`."""
+    model.__dict__[HEAD_ATTRIBUTE] = _LoadedHead(head)
+
+
 def head_of(model: Any, kind: str | None = None) -> DraftHead:
-    """The head of the checkpoint that an enabled model came from, beside its last layer; read once per model.
+    """The head attached to an enabled model, else that of the checkpoint it came from, beside its last layer, which is
+    read once per model.
 
     Args:
         kind: `"mtp"` or `"dspark"`, if it has to be that.
@@ -274,6 +280,13 @@ def head_of(model: Any, kind: str | None = None) -> DraftHead:
     Raises:
         ValueError: if there is none, naming what to do instead.
     """
+    loaded = model.__dict__.get(HEAD_ATTRIBUTE)
+    if loaded is not None and loaded.head is not None and loaded.key is None:
+        if kind not in (None, loaded.head.kind):
+            raise ValueError(
+                f"`drafter={kind!r}`, but the head attached to the model is of kind {loaded.head.kind!r}."
+            )
+        return loaded.head
     path = model.config._name_or_path
     if not path:
         raise ValueError(f"No draft head: the model was not loaded from a checkpoint. {_WAY_OUT}")
@@ -281,7 +294,6 @@ def head_of(model: Any, kind: str | None = None) -> DraftHead:
     device = getattr(getattr(last, "_hf_hook", None), "execution_device", None)
     device = torch.device(last.weight.device if device is None else device)
     key = (path, model.dtype, device)
-    loaded = model.__dict__.get(HEAD_ATTRIBUTE)
     if loaded is None or loaded.key != key or kind not in (None, loaded.head.kind):
         loaded = _LoadedHead(load_head(path, model.config, model.dtype, device, kind), key)
         model.__dict__[HEAD_ATTRIBUTE] = loaded

@@ -1,0 +1,1 @@
+"""Training draft heads for a model, on what the model itself writes."""

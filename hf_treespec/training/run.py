@@ -1,0 +1,97 @@
+"""The steps behind `hf-treespec train-head`: write text, train, save, measure."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ..config import HEADS, TreeConfig
+from ..heads import attach_head, load_head, save_head
+from ..modeling import enable
+from ..prompts import read_prompts
+from .continuations import pad_left, write_continuations
+from .train import HELD_OUT, new_head, train_head
+
+
+def run(
+    console: Console,
+    model: str,
+    kind: str,
+    data: Path,
+    output: Path,
+    work_dir: Path,
+    initial: str | None,
+    settings: dict[str, Any],
+    max_new_tokens: int,
+    max_length: int,
+    steps: int,
+    batch_size: int,
+    learning_rate: float,
+    seed: int,
+) -> None:
+    """Trains a head for `model` on its own greedy continuations of the prompts in `data`, and saves it in `output`.
+
+    Args:
+        output: a folder; that of the model puts the head beside it, where `generate` finds it.
+        work_dir: where continuations and the state of the training are kept; an interrupted run goes on from there.
+        initial: checkpoint whose head is trained on, instead of a new one.
+        settings: the `dspark_*` keys of a new DSpark head. `None` as `dspark_target_layer_ids` is the last three, as
+            `dspark_noise_token_id` the last of the vocabulary.
+    """
+    if kind not in HEADS:
+        raise ValueError(f"`--kind` is {kind!r}; allowed values are {HEADS}.")
+    prompts = [row["prompt"] for row in read_prompts(data)]
+    work_dir.mkdir(parents=True, exist_ok=True)
+    target = enable(AutoModelForCausalLM.from_pretrained(model).eval())
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    layers = target.config.num_hidden_layers
+    settings = {**settings}
+    if settings["dspark_noise_token_id"] is None:
+        settings["dspark_noise_token_id"] = target.config.vocab_size - 1
+    settings["dspark_target_layer_ids"] = settings["dspark_target_layer_ids"] or list(
+        range(max(0, layers - 3), layers)
+    )
+    if initial is None:
+        head = new_head(target, kind, settings, seed)
+    else:
+        head = load_head(initial, target.config, torch.float32, target.device, kind)
+    texts = work_dir / f"continuations-{_fingerprint(target)}.jsonl"
+    rows = write_continuations(target, tokenizer, prompts, texts, max_new_tokens, 8 * batch_size, max_length)
+    count = sum(len(ids) - length for ids, length in rows)
+    size = sum(parameter.numel() for parameter in head.parameters())
+    console.print(f"{len(rows)} texts, {count} tokens of the model's own; {size} parameters to train")
+    # Shuffled once, so that what is held out is of every kind.
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
+    rows = [rows[i] for i in order]
+    history = train_head(
+        target, head, rows, work_dir / f"{kind}.pt", steps, batch_size, max_length, learning_rate, seed
+    )
+    save_head(head, output)
+    console.print(f"held-out loss {history[-1]:.3f}; the head is in {output}")
+    attach_head(target, head)
+    held_out = [ids[:length] for ids, length in rows[-max(1, round(HELD_OUT * len(rows))) :]][:64]
+    for tree in (TreeConfig(budget=4, top_k=1), TreeConfig(budget=8)):
+        length = _accepted_length(target, held_out, tree, max_new_tokens)
+        shape = "chain" if tree.top_k == 1 else "tree"
+        console.print(
+            f"{shape} of {tree.budget} nodes, {len(held_out)} held-out prompts: {length:.2f} tokens per round"
+        )
+
+
+def _fingerprint(target) -> str:
+    """Of the weights that write the text: another model's continuations are never taken for its own."""
+    digest = hashlib.sha256()
+    for name, parameter in target.named_parameters():
+        digest.update(f"{name} {parameter.shape} {float(parameter.detach().double().sum())}".encode())
+    return digest.hexdigest()[:12]
+
+
+def _accepted_length(target, prompts: list[list[int]], tree: TreeConfig, max_new_tokens: int) -> float:
+    ids, mask = pad_left(prompts, target.generation_config.pad_token_id or 0)
+    inputs = {"input_ids": ids.to(target.device), "attention_mask": mask.to(target.device)}
+    options = {"max_new_tokens": max_new_tokens, "do_sample": False, "return_dict_in_generate": True}
+    stats = target.generate(**inputs, **options, tree_config=tree).tree_stats
+    return stats["emitted_tokens"] / stats["rounds"]

@@ -1,0 +1,163 @@
+"""`hf-treespec train-head`: a draft head for a model, from what the model itself writes."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import AttentionInterface
+
+from ..cache import TreeCache
+from ..heads import DraftHead, DSparkHead, MTPHead, StreamTaps
+from ..tree import TokenTree
+from .losses import Features, dspark_loss, mtp_loss, recursive_attention
+
+
+AttentionInterface.register("treespec_recursive", recursive_attention)
+HELD_OUT = 0.02
+SAVE_EVERY = 100
+_RECURSIVE_STEPS = 4
+
+
+def new_head(model, kind: str, settings: dict[str, Any], seed: int) -> DraftHead:
+    """A head to train, in fp32: what it shares with the model's own parts starts as theirs.
+
+    Args:
+        kind: `"mtp"` or `"dspark"`.
+        settings: the `dspark_*` keys, for DSpark.
+    """
+    torch.manual_seed(seed)
+    head = MTPHead(model.config) if kind == "mtp" else DSparkHead(model.config, settings, confidence_bias=False)
+    width = model.config.hidden_size
+    for name, parameter in head.named_parameters():
+        if "norm" in name:
+            torch.nn.init.ones_(parameter)
+        elif parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=model.config.initializer_range)
+        else:
+            torch.nn.init.zeros_(parameter)
+    last = model.model.layers[-1].state_dict()
+    for layer in head.layers:
+        own = layer.state_dict()
+        layer.load_state_dict({name: value for name, value in last.items() if name in own}, strict=False)
+    head.hc_head.load_state_dict(model.model.hc_head.state_dict())
+    head.norm.load_state_dict(model.model.norm.state_dict())
+    if kind == "mtp":
+        with torch.no_grad():
+            head.h_proj.weight.copy_(torch.eye(width))
+    return head.float().to(model.device)
+
+
+def train_head(
+    model,
+    head: DraftHead,
+    rows: list[tuple[list[int], int]],
+    state_path: Path,
+    steps: int,
+    batch_size: int,
+    max_length: int,
+    learning_rate: float,
+    seed: int,
+) -> list[float]:
+    """AdamW on the divergence from the frozen model, cosine schedule; resumes from `state_path`.
+
+    Args:
+        model: the target, enabled. Its parameters are not trained.
+        head: trained in place.
+        rows: texts (token ids, prompt length); the last 2 % are held out.
+        steps: optimizer steps in all, each of `batch_size` texts cut to `max_length` tokens.
+
+    Returns:
+        Held-out losses, one at each save.
+    """
+    texts = [ids[:max_length] for ids, _ in rows]
+    held_out = max(1, round(HELD_OUT * len(texts)))
+    if len(texts) - held_out < batch_size:
+        raise ValueError(f"{len(texts)} texts are too few: a batch takes {batch_size}, {held_out} are held out.")
+    texts, held_out_texts = texts[:-held_out], texts[-held_out:]
+    trained = [parameter.requires_grad_() for parameter in head.parameters()]
+    optimizer = torch.optim.AdamW(trained, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
+    first, history = 0, []
+    if state_path.exists():
+        state = torch.load(state_path)
+        head.load_state_dict(state["head"])
+        optimizer.load_state_dict(state["optimizer"])
+        first, history = state["step"], state["history"]
+    learner, warmup = _Learner(model, head), max(1, min(100, steps // 10))
+    bar = tqdm(range(first, steps), initial=first, total=steps, desc=f"train {head.kind}", mininterval=1)
+    with _frozen(model):
+        for step in bar:
+            decay = 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / steps))
+            optimizer.param_groups[0]["lr"] = learning_rate * min((step + 1) / warmup, decay)
+            loss = learner.loss(_batch(texts, batch_size, step, seed), step)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if (step + 1) % SAVE_EVERY == 0 or step + 1 == steps:
+                with torch.no_grad():
+                    history.append(float(learner.loss(held_out_texts[:batch_size], 0)))
+                state = {"head": head.state_dict(), "optimizer": optimizer.state_dict(), "history": history}
+                torch.save({**state, "step": step + 1}, state_path.with_suffix(".tmp"))
+                state_path.with_suffix(".tmp").replace(state_path)
+                bar.set_postfix(loss=f"{loss.item():.3f}", held_out=f"{history[-1]:.3f}")
+    head.requires_grad_(False).eval()
+    return history
+
+
+@contextmanager
+def _frozen(model) -> Iterator[None]:
+    """The model's parameters take no gradients meanwhile."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+
+
+def _batch(texts: list[list[int]], batch_size: int, step: int, seed: int) -> list[list[int]]:
+    """The texts of a step: every epoch is one random order, batches are of similar length."""
+    per_epoch = len(texts) // batch_size
+    epoch, number = divmod(step, per_epoch)
+    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed + epoch)).tolist()
+    # Sorted within groups of 16 batches: little padding, and still random.
+    group = 16 * batch_size
+    batches = []
+    for start in range(0, per_epoch * batch_size, group):
+        members = sorted(order[start : min(start + group, per_epoch * batch_size)], key=lambda i: len(texts[i]))
+        batches += [members[i : i + batch_size] for i in range(0, len(members), batch_size)]
+    shuffled = torch.randperm(len(batches), generator=torch.Generator().manual_seed(seed + epoch)).tolist()
+    return [texts[i] for i in batches[shuffled[number]]]
+
+
+class _Learner:
+    """Turns texts into a loss: the frozen model's streams in, the head's divergence out."""
+
+    def __init__(self, model, head: DraftHead) -> None:
+        self.model, self.head, self.taps = model, head, StreamTaps(model, head.taps)
+        head.config._attn_implementation = "treespec_recursive"
+
+    def loss(self, texts: list[list[int]], step: int) -> Tensor:
+        features = self._see(texts)
+        if isinstance(self.head, MTPHead):
+            return mtp_loss(self.model, self.head, features, _RECURSIVE_STEPS)
+        anchors = max(1, features.ids.shape[1] // self.head.block_size)
+        return dspark_loss(self.model, self.head, features, anchors, torch.Generator().manual_seed(step))
+
+    @torch.no_grad()
+    def _see(self, texts: list[list[int]]) -> Features:
+        lengths = torch.tensor([len(text) for text in texts], device=self.model.device)
+        width = int(lengths.max())
+        ids = torch.tensor([text + text[-1:] * (width - len(text)) for text in texts], device=self.model.device)
+        cache = TreeCache(self.model.config, len(texts), device=ids.device)
+        tree = TokenTree.chain(ids, lengths)
+        with self.taps.attached(), cache.fork(tree) as fork:
+            hidden_states = self.model.model(**fork.model_inputs()).last_hidden_state
+            return Features(ids, tree.valid, hidden_states, self.taps.take())
