@@ -185,34 +185,32 @@ class _Drafting:
         """Window rings that the drafter needs in the target's cache."""
         return 0 if self.head is None else len(self.head.layers)
 
-    @property
-    def depth(self) -> int:
-        """Levels to draft. A DSpark head was trained for blocks of one size: the default depth, not the limit."""
-        depth, block_size = self.tree_config.resolved_depth, getattr(self.head, "block_size", None)
-        if block_size is None or depth <= block_size:
-            return depth
-        if self.tree_config.depth is None:
-            return block_size
-        logger.warning_once(
-            f"`depth` is {depth}, the DSpark head's `dspark_block_size` {block_size}: some heads draft worse beyond it. "
-            "Compare `tree_stats['accepted_lengths']`."
-        )
-        return depth
-
     def generator(self, cache: TreeCache) -> TreeCandidateGenerator:
         """The drafter of this call."""
         config, threshold = self.tree_config, self.threshold
         if self.head is not None:
-            from .drafting.dspark import DSparkTreeGenerator
-            from .drafting.mtp import MTPTreeGenerator
+            from .drafting.head import HeadTreeGenerator
 
-            generator = {"mtp": MTPTreeGenerator, "dspark": DSparkTreeGenerator}[self.head.kind]
-            return generator(self.model, self.head, cache, config, threshold)
+            return HeadTreeGenerator.of(self.head)(self.model, self.head, cache, config, threshold)
         if self.assistant_model is None:
             return RootGenerator()
         from .drafting.assistant import AssistantTreeGenerator
 
         return AssistantTreeGenerator(self.assistant_model, config, cache.rows, threshold, self.chunk_size)
+
+
+def draft_depth(tree_config: TreeConfig, head=None) -> int:
+    """Levels to draft. A DSpark head was trained for blocks of one size, which is its default depth, not its limit."""
+    depth, block_size = tree_config.resolved_depth, getattr(head, "block_size", None)
+    if block_size is None or depth <= block_size:
+        return depth
+    if tree_config.depth is None:
+        return block_size
+    logger.warning_once(
+        f"`depth` is {depth}, the DSpark head's `dspark_block_size` {block_size}: some heads draft worse beyond it. "
+        "Compare `tree_stats['accepted_lengths']`."
+    )
+    return depth
 
 
 def decode(
@@ -227,7 +225,7 @@ def decode(
     # Without a mask transformers makes one, in which every pad token is padding, wherever it stands.
     check_inputs(input_ids, model_kwargs.get("attention_mask"), model.config.vocab_size)
     batch, width = input_ids.shape
-    depth = drafting.depth
+    depth = draft_depth(drafting.tree_config, drafting.head)
     tokens, lengths = (x.to(device_of(model)) for x in left_align(input_ids, model_kwargs.get("attention_mask")))
     cache = model_kwargs.get("cache")
     if not isinstance(cache, TreeCache):

@@ -2,15 +2,19 @@
 
 import pytest
 import torch
+from heads import make_checkpoint, make_dspark_checkpoint
 from oracle import build_model, generator, tiny_config
+from transformers import AutoModelForCausalLM
 
 import hf_treespec
 from hf_treespec import TreeConfig
 from hf_treespec.bench.acceptance import compare, measure
+from hf_treespec.bench.conditioning import PerDepthTreeGenerator
 from hf_treespec.bench.intervals import bootstrap, interleave, median_ratio, ratio_of_sums
 from hf_treespec.bench.oracle import first_difference, oracle_logits
-from hf_treespec.bench.replay import Recording, record, replay
+from hf_treespec.bench.replay import Recording, observe, record, replay
 from hf_treespec.bench.speed import _ForwardTimer
+from hf_treespec.heads import head_of
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +56,22 @@ def test_replay_equals_live_decoding(ending_model, draft, recording, options):
         assert live.tree_stats["rounds"] == replayed.row_rounds[row]
         assert live.tree_stats["emitted_tokens"] == replayed.row_tokens[row] == length - prompt_length
     assert replayed.emitted_tokens > replayed.rounds
+
+
+@pytest.mark.parametrize("make", [make_checkpoint, make_dspark_checkpoint])
+@pytest.mark.parametrize("options", [{"budget": 6}, {"budget": 5, "top_k": 1}])
+def test_replay_of_a_head_equals_live_decoding(tmp_path, make, options):
+    model = hf_treespec.enable(AutoModelForCausalLM.from_pretrained(make(tmp_path)))
+    prompts = [torch.randint(6, 97, (n,), generator=generator(n)).tolist() for n in (1, 9, 30)]
+    recorded, config = record(model, prompts, max_new_tokens=32), TreeConfig(**options)
+    head = head_of(model)
+    replayed = replay(recorded, model, head, config, observe(recorded, model, head.taps, batch_size=2))
+    for row, prompt in enumerate(prompts):
+        options = {"max_new_tokens": 32, "tree_config": config, "return_dict_in_generate": True}
+        live = model.generate(torch.tensor([prompt]), **options)
+        assert live.sequences[0].equal(recorded.tokens[row, : recorded.lengths[row]])
+        assert live.tree_stats["rounds"] == replayed.row_rounds[row]
+    assert replayed.emitted_tokens > 1.2 * replayed.rounds
 
 
 def test_acceptance_table_compares_rounds(ending_model, draft, recording):
@@ -116,3 +136,32 @@ def test_forward_timer_sees_rounds_and_no_prefill(ending_model):
     assert timer.seconds == first > 0
     ending_model(input_ids=torch.tensor([[7, 8]]))
     assert timer.seconds > first
+
+
+def test_per_depth_candidates_are_the_chain_s(tmp_path):
+    """Without conditioning every parent of a level has the same children; the chain itself is the same."""
+    model = hf_treespec.enable(AutoModelForCausalLM.from_pretrained(make_dspark_checkpoint(tmp_path)))
+    head, config = head_of(model), TreeConfig(budget=12, depth=3, top_k=3)
+    prompts = [torch.randint(6, 97, (n,), generator=generator(n)).tolist() for n in (9, 30)]
+    recorded = record(model, prompts, max_new_tokens=4)
+    streams = observe(recorded, model, head.taps)
+    seen = []
+
+    class Spy(PerDepthTreeGenerator):
+        def propose(self, *arguments):
+            seen.append(super().propose(*arguments))
+            return seen[-1]
+
+    replay(recorded, model, head, config, streams, Spy)
+    tree = seen[0]
+    for row in range(2):
+        children = {}
+        for node in range(1, 12):
+            parent, depth = int(tree.parents[row, node]), int(tree.depths[row, node])
+            children.setdefault(depth, {}).setdefault(parent, set()).add(int(tree.tokens[row, node]))
+        for by_parent in children.values():
+            assert len(set.union(*by_parent.values())) <= 3
+    chain = TreeConfig(budget=5, top_k=1)
+    assert replay(recorded, model, head, chain, streams, Spy).row_rounds == (
+        replay(recorded, model, head, chain, streams).row_rounds
+    )

@@ -18,16 +18,19 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..config import TreeConfig
+from ..heads import DraftHead, load_head
+from ..prompts import encode_prompts, read_prompts
 from .intervals import Interval, ratio_of_sums
-from .replay import Recording, RowStats, record, replay
+from .replay import Recording, RowStats, observe, record, replay
 
 
-def measure(recording: Recording, model, assistant_model, budgets: list[int]) -> dict[str, RowStats]:
+def measure(recording: Recording, model, drafter: torch.nn.Module, budgets: list[int]) -> dict[str, RowStats]:
     """Replays every chain up to the largest budget and the default tree of each; keys `chain-D` and `tree-D`."""
+    streams = observe(recording, model, drafter.taps) if isinstance(drafter, DraftHead) else None
     configs = {f"chain-{size}": TreeConfig(budget=size, top_k=1) for size in range(2, max(budgets) + 1)}
     configs |= {f"tree-{budget}": TreeConfig(budget=budget) for budget in budgets}
     bar = tqdm(configs.items(), desc="replay", leave=False)
-    return {name: replay(recording, model, assistant_model, config) for name, config in bar}
+    return {name: replay(recording, model, drafter, config, streams) for name, config in bar}
 
 
 def rounds(stats: RowStats) -> Tensor:
@@ -65,14 +68,15 @@ def compare(results: dict[str, dict[str, RowStats]], budgets: list[int]) -> list
                     "best_chain": float(text.sum() / chains[best].sum()),
                     "best_chain_depth": best - 1,
                     "tree": float(text.sum() / tree.sum()),
-                    "gain": _gain(matched, tree),
-                    "gain_over_best": _gain(chains[best], tree),
+                    "gain": gain(matched, tree),
+                    "gain_over_best": gain(chains[best], tree),
                 }
             )
     return rows
 
 
-def _gain(chain: Tensor, tree: Tensor) -> Interval:
+def gain(chain: Tensor, tree: Tensor) -> Interval:
+    """How much longer texts get per round, in %, from the rounds per prompt of two ways to write them."""
     ratio = ratio_of_sums(chain, tree)
     return Interval(*(100 * (value - 1) for value in (ratio.value, ratio.low, ratio.high)))
 
@@ -88,10 +92,27 @@ def show(console: Console, title: str, rows: list[dict]) -> None:
     console.print(table)
 
 
+def record_sets(
+    console: Console, target, tokenizer, paths: list[Path], limit: int, max_new_tokens: int
+) -> dict[str, Recording]:
+    """Greedy text of the first `limit` prompts of every file; prints how much of it repeats itself."""
+    recordings = {}
+    for path in paths:
+        texts = [row["prompt"] for row in read_prompts(path)[:limit]]
+        ids = [encode_prompts(tokenizer, [text])["input_ids"][0].tolist() for text in texts]
+        recordings[path.stem] = record(target, ids, max_new_tokens, progress=lambda i: tqdm(i, desc=path.stem))  # noqa: B023
+        share = recordings[path.stem].repeated_share()
+        console.print(f"{path.stem}: {len(ids)} prompts, {100 * share:.1f} % of tokens in an 8-gram seen before")
+    return recordings
+
+
 def main(
     prompts: Annotated[list[Path], typer.Option(help="JSONL files of prompts, one per set.")],
     model: Annotated[str | None, typer.Option(help="Target; the shipped one by default.")] = None,
     assistant: Annotated[list[str] | None, typer.Option(help="Draft models; the shipped one by default.")] = None,
+    head: Annotated[
+        list[str] | None, typer.Option(help="Checkpoints of the target whose head drafts instead.")
+    ] = None,
     budgets: Annotated[str, typer.Option(help="Budgets, comma-separated.")] = "5,6,7,8",
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 128,
     limit: Annotated[int, typer.Option(min=1, help="Prompts per set.")] = 60,
@@ -103,25 +124,20 @@ def main(
     import hf_treespec
 
     from ..demo import checkpoint
-    from ..prompts import encode_prompts, read_prompts
 
     console = Console(width=120)
     target = hf_treespec.enable(AutoModelForCausalLM.from_pretrained(model or checkpoint("tiny-target")))
     tokenizer = AutoTokenizer.from_pretrained(model or checkpoint("tiny-target"))
-    recordings = {}
-    for path in prompts:
-        texts = [row["prompt"] for row in read_prompts(path)[:limit]]
-        ids = [encode_prompts(tokenizer, [text])["input_ids"][0].tolist() for text in texts]
-        recordings[path.stem] = record(target, ids, max_new_tokens, progress=lambda i: tqdm(i, desc=path.stem))
-        share = recordings[path.stem].repeated_share()
-        console.print(f"{path.stem}: {len(ids)} prompts, {100 * share:.1f} % of tokens in an 8-gram seen before")
+    recordings = record_sets(console, target, tokenizer, prompts, limit, max_new_tokens)
     sizes = [int(size) for size in budgets.split(",")]
     lines = []
-    for name in assistant or [checkpoint("tiny-draft")]:
-        draft = hf_treespec.enable(AutoModelForCausalLM.from_pretrained(name))
+    drafters = {name: load_head(name, target.config) for name in head or []}
+    for name in assistant or ([] if head else [checkpoint("tiny-draft")]):
+        drafters[name] = hf_treespec.enable(AutoModelForCausalLM.from_pretrained(name))
+    for name, draft in drafters.items():
         results = {title: measure(recording, target, draft, sizes) for title, recording in recordings.items()}
         rows = compare(results, sizes)
-        show(console, f"accepted length with bonus, draft {Path(name).name}", rows)
+        show(console, f"accepted length with bonus, {type(draft).__name__} of {Path(name).name}", rows)
         lines += [{"draft": Path(name).name, **row} for row in rows]
     if output is not None:
         _write(output, lines)

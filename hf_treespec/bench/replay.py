@@ -13,7 +13,11 @@ from torch import Tensor
 from ..cache import TreeCache
 from ..config import TreeConfig
 from ..drafting.assistant import AssistantTreeGenerator
-from ..generation import TreeStats, decode_rows
+from ..drafting.head import HeadTreeGenerator
+from ..generation import TreeStats, decode_rows, draft_depth
+from ..heads import DraftHead, StreamTaps
+from ..prefill import prefill
+from ..tree import TokenTree
 
 
 @dataclass
@@ -61,16 +65,22 @@ class RowStats(TreeStats):
 
 
 class _RecordedTarget:
-    """Stands in for the target: its logits are one-hot at the recorded next token."""
+    """Stands in for the target: its logits are one-hot at the recorded next token, its streams the recorded ones."""
 
-    def __init__(self, recording: Recording, vocab_size: int) -> None:
-        self.tokens = recording.tokens
-        self.vocab_size = vocab_size
+    def __init__(self, recording: Recording, vocab_size: int, streams: list[Tensor], taps: StreamTaps | None) -> None:
+        self.tokens, self.vocab_size, self.streams, self.taps = recording.tokens, vocab_size, streams, taps
 
-    def __call__(self, position_ids: Tensor, cache: TreeCache, **kwargs) -> SimpleNamespace:
+    def __call__(
+        self, position_ids: Tensor, cache: TreeCache, logits_to_keep: Tensor | None = None, **kwargs
+    ) -> SimpleNamespace:
         rows = cache.open_fork.rows
-        tokens = self.tokens if rows is None else self.tokens[rows]
-        following = tokens.gather(1, (position_ids + 1).clamp(max=tokens.shape[1] - 1))
+        rows = torch.arange(len(self.tokens))[:, None] if rows is None else rows[:, None]
+        if self.taps is not None:
+            # Right on the accepted path, and nothing else is ever read.
+            self.taps.put([stream[rows, position_ids.clamp(max=stream.shape[1] - 1)] for stream in self.streams])
+        if logits_to_keep is not None:
+            return SimpleNamespace()
+        following = self.tokens[rows, (position_ids + 1).clamp(max=self.tokens.shape[1] - 1)]
         logits = torch.zeros(*following.shape, self.vocab_size)
         return SimpleNamespace(logits=logits.scatter_(2, following[..., None], 1.0))
 
@@ -105,26 +115,49 @@ def record(model, prompts: list[list[int]], max_new_tokens: int, batch_size: int
 
 
 @torch.no_grad()
-def replay(recording: Recording, model, assistant_model, tree_config: TreeConfig) -> RowStats:
-    """Drafts along the recorded texts with `assistant_model` (enabled) and counts what the target accepts.
+def observe(recording: Recording, model, layers: list[int], batch_size: int = 8) -> list[Tensor]:
+    """Output streams `[P, T, hc_mult, D]` of some layers of the target along the recorded texts."""
+    parts, taps = [], StreamTaps(model, layers)
+    for start in range(0, len(recording.tokens), batch_size):
+        tokens = recording.tokens[start : start + batch_size]
+        tree = TokenTree.chain(tokens, recording.lengths[start : start + batch_size])
+        with taps.attached(), TreeCache(model.config, len(tokens)).fork(tree) as fork:
+            model(**fork.model_inputs(), logits_to_keep=1)
+            parts.append(taps.take())
+    return [torch.cat(streams) for streams in zip(*parts)]
+
+
+@torch.no_grad()
+def replay(
+    recording: Recording,
+    model,
+    drafter: torch.nn.Module,
+    tree_config: TreeConfig,
+    streams: list[Tensor] | None = None,
+    generator_class: type[HeadTreeGenerator] | None = None,
+) -> RowStats:
+    """Drafts along the recorded texts and counts what the target accepts.
 
     Rows draft and calibrate for themselves, so the counts are those of decoding each prompt alone.
+
+    Args:
+        drafter: an assistant model (enabled), or a head of the target.
+        streams: for a head, what `observe` saw of its taps.
+        generator_class: for a head, another way to draft with it than the usual one.
     """
-    vocab_size = model.config.vocab_size
-    depth, stats = tree_config.resolved_depth, RowStats()
-    rows = len(recording.tokens)
-    cache = TreeCache(model.config, rows, spare=depth + 1)
-    target = _RecordedTarget(recording, vocab_size)
-    # Rows end where their text ends: the last token of each is made an end token of its own.
-    end_token = vocab_size
-    tokens = recording.tokens.scatter(1, recording.lengths[:, None] - 1, end_token)
-    target.tokens, target.vocab_size = tokens, vocab_size + 1
-    cache.lengths = recording.prompt_lengths - 1
-    cache.written = cache.lengths
-    cache.reserve(int(recording.lengths.max()) + 1)
-    generator = AssistantTreeGenerator(assistant_model, tree_config, rows)
-    generator.begin(recording.tokens, recording.prompt_lengths - 1)
-    limit = recording.max_new_tokens
-    end = torch.tensor([end_token])
-    decode_rows(target, cache, recording.tokens, recording.prompt_lengths, generator, depth, limit, end, None, stats)
+    head = drafter if isinstance(drafter, DraftHead) else None
+    depth, stats, rows = draft_depth(tree_config, head), RowStats(), len(recording.tokens)
+    cache = TreeCache(model.config, rows, depth + 1, head_layers=0 if head is None else len(head.layers))
+    if head is None:
+        generator = AssistantTreeGenerator(drafter, tree_config, rows)
+    else:
+        generator = (generator_class or HeadTreeGenerator.of(head))(model, head, cache, tree_config)
+    taps = None if head is None else generator.taps
+    target = _RecordedTarget(recording, model.config.vocab_size, streams or [], taps)
+    end = model.generation_config.eos_token_id
+    end = None if end is None else torch.tensor([end] if isinstance(end, int) else end)
+    tokens, lengths, limit = recording.tokens, recording.prompt_lengths, recording.max_new_tokens
+    prefill(target, cache, tokens, lengths - 1, generator=generator)
+    generator.begin(tokens, lengths - 1)
+    decode_rows(target, cache, tokens, lengths, generator, depth, limit, end, None, stats)
     return stats

@@ -34,6 +34,14 @@ class HeadTreeGenerator(LevelTreeGenerator):
         self.model, self.head, self.cache = model, head, cache
         self.taps = StreamTaps(model, head.taps)
 
+    @staticmethod
+    def of(head: DraftHead) -> type["HeadTreeGenerator"]:
+        """The drafter for a head of this kind."""
+        from .dspark import DSparkTreeGenerator
+        from .mtp import MTPTreeGenerator
+
+        return {"mtp": MTPTreeGenerator, "dspark": DSparkTreeGenerator}[head.kind]
+
     def attached(self) -> AbstractContextManager:
         return self.taps.attached()
 
