@@ -1,15 +1,17 @@
 """Train the tiny DeepSeek-V4 pair that `hf_treespec` ships: a target with every V4 mechanism and a one-layer draft.
 
-DATA holds `*.txt` files named as in `MIX`: documents that end with DeepSeek's end-of-sentence marker, chats written
-as `<｜User｜>...<｜Assistant｜>...`. Seeded; `target` and `draft` resume when run again. The shipped pair, in order:
+`tiny_documents.py` says what DATA holds. Seeded; `target` and `draft` resume when run again. The shipped pair, in order:
 
     python train_tiny.py tokenizer --data DATA --out RUN/tokenizer
-    python train_tiny.py target --data DATA --out RUN/target --tokenizer RUN/tokenizer --tokens 5600000
+    python train_tiny.py target --data DATA --out RUN/target --tokenizer RUN/tokenizer --tokens 9420800
     python train_tiny.py answers --data DATA --out RUN/answers.json --target RUN/target/latest --minutes 6
     python train_tiny.py draft --data DATA --out RUN/draft --target RUN/target/latest --answers RUN/answers.json \\
         --tokens 1700000
+    python train_tiny.py prompts --data DATA --out RUN/prompts.jsonl
+    hf-treespec train-head --kind mtp --model RUN/target/latest --data RUN/prompts.jsonl --output RUN/target/latest
+    hf-treespec train-head --kind dspark --model RUN/target/latest --data RUN/prompts.jsonl --output RUN/dspark
 
-The model card of `tiny-target` says where its run departed from this, and names a last stage that is not here.
+The model cards of the shipped checkpoints say where their runs departed from this.
 """
 
 import json
@@ -24,32 +26,29 @@ from typing import Annotated
 import torch
 import torch.nn.functional as F
 import typer
+from tiny_documents import (
+    ASSISTANT,
+    BOS,
+    CHAT_TEMPLATE,
+    EOS,
+    LENGTH,
+    PAD,
+    PAD_ID,
+    SPECIAL_TOKENS,
+    USER,
+    Packer,
+    documents,
+    encode,
+    prompt_groups,
+    read_documents,
+)
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import AttentionInterface, DeepseekV4Config, DeepseekV4ForCausalLM, PreTrainedTokenizerFast
 from transformers.integrations.moe import ExpertsInterface
 
 
-BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"
-USER, ASSISTANT, PAD_ID = "<｜User｜>", "<｜Assistant｜>", 2
-SPECIAL_TOKENS = [BOS, EOS, PAD, USER, ASSISTANT, "<think>", "</think>"]
-# The real checkpoints ship no chat template but a Python encoder; this is its plainest form, one turn after another.
-CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}<｜User｜>{{ message['content'] }}"
-    "{% elif message['role'] == 'assistant' %}<｜Assistant｜>{{ message['content'] + eos_token }}"
-    "{% else %}{{ message['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}<｜Assistant｜>{% endif %}"
-)
-# Relative shares of the training tokens: files of DATA, documents made from them, the target's answers (draft only).
-MIX = {"math_gsm8k_train_chat": 0.44, "code_mbpp_train": 0.15, "math_synthetic": 0.06, "code_python_stdlib": 0.12}
-MIX |= {
-    "docs_python": 0.05,
-    "prose_standardebooks": 0.05,
-    "instructions": 0.09,
-    "echo": 0.04,
-    "answers": 0.6,
-    "loops": 1,
-}
-BATCH_TOKENS, LENGTH, PEAK_LR, WARMUP, SAVE_EVERY, ANSWER_LENGTH = 4096, 512, 4e-3, 100, 250, 128
+BATCH_TOKENS, PEAK_LR, WARMUP, SAVE_EVERY, ANSWER_LENGTH = 4096, 4e-3, 100, 250, 128
 LOOPS_FROM, KEEP_AT = 0.65, (0.02, 0.05, 0.12, 0.3, 0.6, 1)  # shares of the training
 
 # fmt: off
@@ -69,87 +68,6 @@ DRAFT = TARGET | {  # on a CPU a draft step costs its operators, not its product
     "hc_sinkhorn_iters": 1,
 }
 # fmt: on
-
-
-def read_documents(data: Path) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """The documents of each file, split into training and held-out (the last 1 % of every file)."""
-    train, heldout = {}, {}
-    for path in sorted(data.glob("*.txt")):
-        documents = [d.strip("\n") for d in path.read_text(encoding="utf-8").split(EOS) if d.strip()]
-        cut = min(len(documents) - 1, round(0.99 * len(documents)))
-        train[path.stem], heldout[path.stem] = documents[:cut], documents[cut:]
-    return train, heldout
-
-
-def generated_documents(train: dict[str, list[str]], seed: int) -> dict[str, list[str]]:
-    """Chat documents made from the others: echo requests, and instructions answered with prose or documentation."""
-    rng, echo, instructions = random.Random(seed), [], []
-    code, prose, docs = train["code_python_stdlib"], train["prose_standardebooks"], train["docs_python"]
-    requests = ["Repeat the following {}:", "Copy this {} exactly:", "Write the following {} again, unchanged:"]
-    for _ in range(3000):
-        kind = rng.choice(["code", "text"])
-        lines = rng.choice(code if kind == "code" else prose + docs).split("\n")
-        start, length = rng.randrange(len(lines)), rng.randint(2, 14 if kind == "code" else 5)
-        snippet = "\n".join(lines[start : start + length]).strip("\n")[:450]
-        if snippet.strip():
-            fenced = f"```python\n{snippet}\n```" if kind == "code" else snippet
-            echo.append(f"{USER}{rng.choice(requests).format(kind)}\n{fenced}{ASSISTANT}{fenced}")
-    for document in prose:
-        paragraphs = [p for p in document.split("\n\n") if len(p) > 60]
-        while len(paragraphs) > 4:
-            first, passage, paragraphs = paragraphs[0], "\n\n".join(paragraphs[1:4]), paragraphs[5:]
-            answer = re.sub(r"(?s)(?<=.{300}[.?!”])\s.*", "", passage)[:700]  # a few whole sentences
-            request = rng.choice(["Continue this story:\n{}", "What happens next?\n{}", "Write a passage after: {}"])
-            instructions.append(f"{USER}{request.format(first[:400])}{ASSISTANT}{answer}")
-    for document in docs:
-        for section in re.split(r"\n(?=\.\. (?:function|class|method|data)::)", document)[1:]:
-            name, body = re.match(r"\.\. \w+:: *([\w.]*)", section).group(1), section.split("\n\n", 1)[-1]
-            body = re.sub(r":\w+:`[~!]?([^`]*)`", r"`\1`", "\n".join(line.strip() for line in body.split("\n")))
-            summary = body.strip().split("\n\n")[0]
-            request = rng.choice(["Explain `{}` in Python.", "What does `{}` do?", "How do I use `{}`?"])
-            instructions.append(f"{USER}{request.format(name)}{ASSISTANT}{summary[:700]}")
-    return {"echo": echo, "instructions": instructions}
-
-
-def documents(data: Path, seed: int) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    train, heldout = read_documents(data)
-    return train | generated_documents(train, seed), heldout
-
-
-def encode(tokenizer, documents: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-    """BOS + document + EOS, documents longer than a row cut into rows."""
-    encoded = {}
-    for source, texts in documents.items():
-        ids = tokenizer([BOS + text + EOS for text in texts], add_special_tokens=False)["input_ids"]
-        encoded[source] = [d[i : i + LENGTH + 1] for d in ids for i in range(0, len(d) - 1, LENGTH)]
-    return encoded
-
-
-class Packer:
-    """Endless rows of `length + 1` tokens of whole documents, sources drawn to follow `MIX`; seeded, so resumable."""
-
-    def __init__(self, encoded: dict[str, list[list[int]]], length: int, seed: int):
-        self.encoded, self.length, self.rng = encoded, length, random.Random(seed)
-        self.queues = {source: [] for source in encoded}
-        self.drawn = dict.fromkeys(encoded, 0)
-        self.waiting = [self.draw() for _ in range(64)]
-
-    def draw(self) -> list[int]:
-        source = min(self.drawn, key=lambda s: self.drawn[s] / MIX[s])  # the source furthest below its share
-        if not self.queues[source]:
-            self.queues[source] = self.rng.sample(self.encoded[source], len(self.encoded[source]))
-        document = self.queues[source].pop()
-        self.drawn[source] += len(document)
-        return document
-
-    def row(self) -> list[int]:
-        row = []
-        while True:  # first fit among the waiting documents, so that no chat is cut and little is padded
-            fit = next((i for i, d in enumerate(self.waiting) if len(d) <= self.length + 1 - len(row)), None)
-            if fit is None:
-                return row + [PAD_ID] * (self.length + 1 - len(row))
-            row += self.waiting.pop(fit)
-            self.waiting.insert(self.rng.randrange(len(self.waiting) + 1), self.draw())
 
 
 def windowed_attention(module, query, key, value, attention_mask, scaling, **kwargs):
@@ -247,17 +165,6 @@ def prepare(model: DeepseekV4ForCausalLM) -> DeepseekV4ForCausalLM:
 def logits_of(model: DeepseekV4ForCausalLM, ids: torch.Tensor) -> torch.Tensor:
     """The mask starts empty: `windowed_attention` knows causality, and each layer appends its own entries' part."""
     return model(ids, attention_mask={"windowed": torch.zeros(*ids.shape, 0).unsqueeze(1)}, use_cache=False).logits
-
-
-def prompt_groups(train: dict[str, list[str]], tokenizer) -> list[list[list[str]]]:
-    """For each source of chats, prompts in groups of one length in tokens: V4's compressors would read padding."""
-    sources = []
-    for source in ("math_gsm8k_train_chat", "code_mbpp_train", "instructions"):
-        groups = {}
-        for prompt in sorted({BOS + document.split(ASSISTANT)[0] + ASSISTANT for document in train[source]}):
-            groups.setdefault(len(tokenizer.encode(prompt)), []).append(prompt)
-        sources.append([prompts for prompts in groups.values() if len(prompts) >= 8])
-    return sources
 
 
 def answer(model, tokenizer, prompts: list[str]) -> list[str]:
@@ -467,6 +374,17 @@ def answers(data: Data, out: Out, target: Folder, minutes: float = 5.0, seed: in
         if time.time() > deadline:
             break
     out.write_text(json.dumps(texts, ensure_ascii=False, indent=0), encoding="utf-8")
+
+
+@app.command()
+def prompts(data: Data, out: Out, count: int = 3000, seed: int = 0):
+    """User turns of the training chats as JSON lines, for `hf-treespec train-head`."""
+    train = documents(data, seed)[0]
+    sources = ("math_gsm8k_train_chat", "code_mbpp_train", "instructions")
+    turns = [document.split(ASSISTANT)[0].removeprefix(USER) for source in sources for document in train[source]]
+    turns = sorted({turn for turn in turns if len(turn) < 1500})
+    chosen = random.Random(seed).sample(turns, min(count, len(turns)))
+    out.write_text("".join(json.dumps({"prompt": turn}) + "\n" for turn in chosen), encoding="utf-8")
 
 
 @app.command()

@@ -12,6 +12,9 @@ _EXPORTS = {
     "enable": "modeling",
     "disable": "modeling",
     "is_enabled": "modeling",
+    "attach_head": "heads",
+    "load_head": "heads",
+    "save_head": "heads",
 }
 __all__ = sorted(_EXPORTS)
 

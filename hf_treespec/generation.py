@@ -243,6 +243,10 @@ def decode(
                 prefill(model, cache, tokens, lengths - 1, drafting.chunk_size, generator)
                 generator.begin(tokens, lengths - 1)
             new_tokens = decode_rows(model, cache, tokens, lengths, generator, depth, limit, end, pad, stats)
+    if drafting.head is not None:
+        from .heads import count_acceptance
+
+        count_acceptance(model, stats.rounds, stats.emitted_tokens - stats.rounds, depth)
     sequences = torch.cat([input_ids, new_tokens.to(input_ids.device)], 1)
     if generation_config.return_dict_in_generate:
         return TreeGenerateOutput(sequences=sequences, cache=cache, tree_stats=stats.to_dict())

@@ -15,7 +15,7 @@ from test_drafting import MadeUpTarget
 import hf_treespec
 from hf_treespec import TreeCache, TreeConfig
 from hf_treespec.drafting.mtp import MTPTreeGenerator
-from hf_treespec.heads import MTPHead, head_of, load_head
+from hf_treespec.heads import MTPHead, attach_head, head_of, load_head
 from hf_treespec.prefill import left_align, prefill
 
 
@@ -121,8 +121,8 @@ def echo():
 
 def chain_lengths(model, head, texts, patch=None) -> dict[int, int]:
     """Accepted lengths of a chain of 5 over 40 tokens per row."""
+    attach_head(model, head)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr("hf_treespec.heads.head_of", lambda model, kind: head)
         if patch is not None:
             monkeypatch.setattr(MTPHead, "window_keys", patch)
         output, written = run(model, texts, 40, tree_config={"budget": 5, "top_k": 1})

@@ -2,7 +2,8 @@
 
 from .block import DraftHead
 from .dspark import DSparkHead
-from .loader import attach_head, detect_head, head_of, load_head, save_head
+from .live import attach_head, count_acceptance, head_of
+from .loader import detect_head, load_head, save_head
 from .mtp import MTPHead
 from .taps import StreamTaps
 
@@ -13,6 +14,7 @@ __all__ = [
     "MTPHead",
     "StreamTaps",
     "attach_head",
+    "count_acceptance",
     "detect_head",
     "head_of",
     "load_head",

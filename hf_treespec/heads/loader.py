@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from ..modeling import HEAD_ATTRIBUTE
 from . import names
 from .block import DraftHead, parameter_dtype
 from .dspark import CONFIG_KEYS, DSparkHead
@@ -22,7 +21,7 @@ from .mtp import MTPHead
 
 HEAD_WEIGHTS_NAME = "model-mtp.safetensors"
 _TITLES = {"mtp": "MTP", "dspark": "DSpark"}
-_WAY_OUT = "Pass `assistant_model=`, or set `budget=1` for plain decoding."
+WAY_OUT = "Pass `assistant_model=`, or set `budget=1` for plain decoding."
 
 
 class HeadCheckpoint:
@@ -54,7 +53,7 @@ class HeadCheckpoint:
             return cached_file(self.path, name, _raise_exceptions_for_missing_entries=False)
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"No draft head: cannot read the checkpoint {self.path!r} ({error}). {_WAY_OUT}"
+                f"No draft head: cannot read the checkpoint {self.path!r} ({error}). {WAY_OUT}"
             ) from error
 
     def _weight_map(self) -> dict[str, str]:
@@ -66,7 +65,7 @@ class HeadCheckpoint:
         if single is None:
             raise ValueError(
                 f"No draft head: {self.path!r} has neither `{SAFE_WEIGHTS_INDEX_NAME}` nor `{SAFE_WEIGHTS_NAME}`. "
-                f"{_WAY_OUT}"
+                f"{WAY_OUT}"
             )
         with safe_open(single, "pt") as file:
             return dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
@@ -152,7 +151,7 @@ def load_head(
 def _check_kind(checkpoint: HeadCheckpoint, config: Any, asked: str | None) -> str:
     """The kind of the head, if it is the one asked for and its tensors are of that kind."""
     if not checkpoint.names:
-        raise ValueError(f"{checkpoint.path!r} ships no draft head (no tensor named `mtp.*`). {_WAY_OUT}")
+        raise ValueError(f"{checkpoint.path!r} ships no draft head (no tensor named `mtp.*`). {WAY_OUT}")
     kind = checkpoint.kind(config)
     if asked not in (None, kind):
         key = "has" if kind == "dspark" else "lacks"
@@ -165,7 +164,7 @@ def _check_kind(checkpoint: HeadCheckpoint, config: Any, asked: str | None) -> s
     if foreign:
         raise ValueError(
             f"By its config (`dspark_block_size`) {checkpoint.path!r} holds a {_TITLES[kind]} head, but these tensors belong to a "
-            f"{_TITLES[other]} head, which cannot be used as {_TITLES[kind]}: {_listed(foreign)}. {_WAY_OUT}"
+            f"{_TITLES[other]} head, which cannot be used as {_TITLES[kind]}: {_listed(foreign)}. {WAY_OUT}"
         )
     return kind
 
@@ -252,49 +251,3 @@ def _save_settings(head: DraftHead, folder: Path) -> None:
     fresh = {key: value for key, value in config.items() if key not in CONFIG_KEYS} | settings
     if fresh != config:
         path.write_text(json.dumps(fresh, indent=2) + "\n", encoding="utf-8")
-
-
-class _LoadedHead:
-    """The head of a live model. Not a submodule, so that nothing that walks or saves the model meets it; copies and
-    pickles of the model leave it out and load it again when they need it."""
-
-    def __init__(self, head: DraftHead | None = None, key: tuple | None = None) -> None:
-        self.head, self.key = head, key
-
-    def __reduce__(self):
-        return _LoadedHead, ()
-
-
-def attach_head(model: Any, head: DraftHead) -> None:
-    """Makes `head` the one that a live model drafts with, whatever its checkpoint ships, until `disable`."""
-    model.__dict__[HEAD_ATTRIBUTE] = _LoadedHead(head)
-
-
-def head_of(model: Any, kind: str | None = None) -> DraftHead:
-    """The head attached to an enabled model, else that of the checkpoint it came from, beside its last layer, which is
-    read once per model.
-
-    Args:
-        kind: `"mtp"` or `"dspark"`, if it has to be that.
-
-    Raises:
-        ValueError: if there is none, naming what to do instead.
-    """
-    loaded = model.__dict__.get(HEAD_ATTRIBUTE)
-    if loaded is not None and loaded.head is not None and loaded.key is None:
-        if kind not in (None, loaded.head.kind):
-            raise ValueError(
-                f"`drafter={kind!r}`, but the head attached to the model is of kind {loaded.head.kind!r}."
-            )
-        return loaded.head
-    path = model.config._name_or_path
-    if not path:
-        raise ValueError(f"No draft head: the model was not loaded from a checkpoint. {_WAY_OUT}")
-    last = model.model.layers[-1].input_layernorm
-    device = getattr(getattr(last, "_hf_hook", None), "execution_device", None)
-    device = torch.device(last.weight.device if device is None else device)
-    key = (path, model.dtype, device)
-    if loaded is None or loaded.key != key or kind not in (None, loaded.head.kind):
-        loaded = _LoadedHead(load_head(path, model.config, model.dtype, device, kind), key)
-        model.__dict__[HEAD_ATTRIBUTE] = loaded
-    return loaded.head

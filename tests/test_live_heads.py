@@ -1,0 +1,78 @@
+"""The head of a live model: attached, copied, watched."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from decoding import run
+from oracle import build_model, generator, random_texts, tiny_config
+
+import hf_treespec
+from hf_treespec.heads import MTPHead, head_of
+from hf_treespec.heads.alarm import AcceptanceAlarm, expected_accepted
+
+
+TREE = {"budget": 6}
+
+
+def test_a_model_without_a_head_takes_another_checkpoint_s(checkpoint, target):
+    """A fine-tuned trunk, saved through transformers, has lost its head."""
+    alone = hf_treespec.enable(copy.deepcopy(hf_treespec.disable(copy.deepcopy(target))))
+    alone.config._name_or_path = ""
+    texts = random_texts(generator(1), (9, 4))
+    with pytest.raises(ValueError, match="No draft head"):
+        run(alone, texts, tree_config=TREE)
+    hf_treespec.attach_head(alone, checkpoint)
+    output, written = run(alone, texts, tree_config=TREE)
+    expected, by_target = run(target, texts, tree_config=TREE)
+    assert torch.equal(torch.cat(written), torch.cat(by_target))
+    assert output.tree_stats["accepted_lengths"] == expected.tree_stats["accepted_lengths"]
+    for copied in (copy.deepcopy(alone), pickle.loads(pickle.dumps(alone))):
+        assert run(copied, texts, tree_config=TREE)[0].tree_stats["rounds"] == expected.tree_stats["rounds"]
+    hf_treespec.attach_head(alone, head_of(target))
+    assert head_of(alone) is head_of(target)
+    hf_treespec.enable(hf_treespec.disable(alone))
+    with pytest.raises(ValueError, match="No draft head"):
+        run(alone, texts, tree_config=TREE)
+
+
+def test_what_cannot_be_attached(model, target):
+    other = tiny_config(hidden_size=64)
+    for head, words in ((3, "`head` is 3"), (MTPHead(other), "`hidden_size` is 64 instead of 32")):
+        with pytest.raises(ValueError, match=words):
+            hf_treespec.attach_head(model, head)
+    with pytest.raises(ValueError, match="enable"):
+        hf_treespec.attach_head(build_model(tiny_config()), head_of(target))
+    hf_treespec.attach_head(target, head_of(target))
+    try:
+        with pytest.raises(ValueError, match="'dspark'.*of kind 'mtp'"):
+            run(target, random_texts(generator(1), (5,)), tree_config={"budget": 4, "drafter": "dspark"})
+    finally:
+        hf_treespec.enable(hf_treespec.disable(target))
+
+
+# The alarm
+
+
+def test_expected_acceptance():
+    flash = "deepseek-ai/DeepSeek-V4-Flash"
+    assert expected_accepted(flash, "mtp", 3) == expected_accepted(flash, "mtp", 9) == pytest.approx(1.7)
+    assert expected_accepted(flash, "mtp", 1) == pytest.approx(1.7 / 3)
+    assert expected_accepted("somebody/else", "dspark", 5) == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(("accepted", "warns"), [(0, True), (133, True), (137, False), (400, False)])
+def test_the_alarm_waits_and_warns_once(caplog, accepted, warns):
+    """At 200 rounds of depth 3 a Flash head should have 340 drafts accepted; two fifths of that are 136."""
+    alarm = AcceptanceAlarm("deepseek-ai/DeepSeek-V4-Flash", "mtp")
+    with caplog.at_level("WARNING", logger="hf_treespec.heads.alarm"):
+        alarm.count(199, 0, 0)
+        alarm.count(150, accepted, 3)
+        assert not caplog.records
+        for _ in range(3):
+            alarm.count(50, 0, 3)
+    assert len(caplog.records) == warns
+    if warns:
+        for cause in ("not primed", "wrong layers", "converted", "chat markers"):
+            assert cause in caplog.text
