@@ -4,12 +4,13 @@
 
     python train_tiny.py tokenizer --data DATA --out RUN/tokenizer
     python train_tiny.py target --data DATA --out RUN/target --tokenizer RUN/tokenizer --tokens 9420800
-    python train_tiny.py answers --data DATA --out RUN/answers.json --target RUN/target/latest --minutes 6
-    python train_tiny.py draft --data DATA --out RUN/draft --target RUN/target/latest --answers RUN/answers.json \\
-        --tokens 1700000
     python train_tiny.py prompts --data DATA --out RUN/prompts.jsonl
-    hf-treespec train-head --kind mtp --model RUN/target/latest --data RUN/prompts.jsonl --output RUN/target/latest
-    hf-treespec train-head --kind dspark --model RUN/target/latest --data RUN/prompts.jsonl --output RUN/dspark
+    hf-treespec train-head --kind mtp --model RUN/target/latest --data RUN/prompts.jsonl --output RUN/mtp \\
+        --work-dir RUN/heads
+    hf-treespec train-head --kind dspark --model RUN/target/latest --data RUN/prompts.jsonl --output RUN/dspark \\
+        --work-dir RUN/heads
+    python train_tiny.py draft --data DATA --out RUN/draft --target RUN/target/latest \\
+        --answers RUN/heads/continuations-*.jsonl --tokens 1700000
 
 The model cards of the shipped checkpoints say where their runs departed from this.
 """
@@ -327,7 +328,7 @@ def load(folder: Path) -> tuple[DeepseekV4ForCausalLM, PreTrainedTokenizerFast]:
 
 app = typer.Typer(help=__doc__, rich_markup_mode=None, add_completion=False)
 Data = Annotated[Path, typer.Option(help="folder of *.txt training files")]
-Out = Annotated[Path, typer.Option(help="what to write: a folder, or the file of `answers`")]
+Out = Annotated[Path, typer.Option(help="what to write: a folder, or the file of `prompts`")]
 Folder = Annotated[Path, typer.Option(help="a folder written by an earlier command")]
 Tokens = Annotated[int, typer.Option(help="tokens to train on")]
 
@@ -365,18 +366,6 @@ def target(data: Data, out: Out, tokenizer: Folder, tokens: Tokens, seed: int = 
 
 
 @app.command()
-def answers(data: Data, out: Out, target: Folder, minutes: float = 5.0, seed: int = 0):
-    """The target's own greedy answers to training prompts, for the draft to learn from."""
-    (model, tokenizer), (train, _) = load(target), documents(data, seed)
-    groups, texts, deadline = sum(prompt_groups(train, tokenizer), []), [], time.time() + 60 * minutes
-    for prompts in tqdm(random.Random(seed).sample(groups, len(groups))):
-        texts += answer(model, tokenizer, prompts[:64])
-        if time.time() > deadline:
-            break
-    out.write_text(json.dumps(texts, ensure_ascii=False, indent=0), encoding="utf-8")
-
-
-@app.command()
 def prompts(data: Data, out: Out, count: int = 3000, seed: int = 0):
     """User turns of the training chats as JSON lines, for `hf-treespec train-head`."""
     train = documents(data, seed)[0]
@@ -389,13 +378,14 @@ def prompts(data: Data, out: Out, count: int = 3000, seed: int = 0):
 
 @app.command()
 def draft(data: Data, out: Out, target: Folder, tokens: Tokens, answers: Folder | None = None, seed: int = 0):
-    """Distillation of the target's distributions, over the training text and its own answers."""
+    """Distillation of the target's distributions, over the training text and its own answers (`train-head`'s file)."""
     teacher, tokenizer = load(target)
     model = prepare(build(DeepseekV4Config(vocab_size=len(tokenizer), **DRAFT), seed))
     prepare(teacher.requires_grad_(False))
     train, heldout = documents(data, seed)
     if answers:
-        train["answers"] = json.loads(answers.read_text(encoding="utf-8"))
+        rows = [json.loads(line)["ids"] for line in answers.read_text(encoding="utf-8").splitlines()]
+        train["answers"] = [text.removeprefix(BOS).split(EOS)[0] for text in tokenizer.batch_decode(rows)]
 
     def loss(model, ids, labels):
         return divergence(logits_of(model, ids), logits_of(teacher, ids), labels)

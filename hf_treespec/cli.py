@@ -127,6 +127,7 @@ def train_head(
         str | None, typer.Option(help="DSpark: layers it sees, comma-separated. [default: the last three]")
     ] = None,
     seed: int = 0,
+    bf16: Annotated[bool, typer.Option(help="Multiply in bf16 while training.")] = False,
 ) -> None:
     """Train a draft head for a model on what the model itself writes behind your prompts. Resumes when run again."""
     with _readable_errors():
@@ -139,7 +140,7 @@ def train_head(
             "dspark_target_layer_ids": target_layer_ids and [int(layer) for layer in target_layer_ids.split(",")],
         }
         work_dir = output / "training" if work_dir is None else work_dir
-        sizes = (max_new_tokens, max_length, steps, batch_size, learning_rate, seed)
+        sizes = (max_new_tokens, max_length, steps, batch_size, learning_rate, seed, bf16)
         run(Console(), model, kind, data, output, work_dir, initial, settings, *sizes)
 
 

@@ -60,13 +60,14 @@ def mtp_loss(model, head: MTPHead, features: Features, steps: int) -> Tensor:
     ids, valid = features.ids, features.valid
     positions = torch.arange(ids.shape[1] - 1, device=ids.device).expand(len(ids), -1)
     embedded = model.get_input_embeddings()(ids[:, 1:])
+    target = _log_probabilities(model, features.hidden_states[:, 1:])
     lanes, earlier, losses = features.streams[0][:, :-1], [], []
     for step in range(steps):
         # Position p predicts token p + 2, of which the model speaks at p + 1.
         lanes = head(head.fuse(embedded, lanes), positions, earlier=earlier)
         logits = model.lm_head(head.collapse(lanes))
         counted = valid[:, 1:] & (positions >= step)
-        losses.append(_divergence(model, logits[counted], features.hidden_states[:, 1:][counted]))
+        losses.append(_divergence(logits[counted], target[counted]))
         lanes = F.pad(lanes, (0, 0, 0, 0, 1, 0))[:, :-1]
     return _decayed(torch.stack(losses))
 
@@ -100,23 +101,26 @@ def dspark_loss(model, head: DSparkHead, features: Features, anchors: int, gener
 
     markov = head.markov_w1(ids[index, places])  # [B, A, S, rank]
     logits = model.lm_head(head.norm(states)) + head.markov_w2(markov)
-    target = features.hidden_states[index, places]
+    target = _log_probabilities(model, features.hidden_states[index, places])
     losses, confidences = [], head.confidence_logit(states, markov)
     for slot in range(size):
         counted = inside[:, :, slot]
         draft, wanted = logits[:, :, slot][counted], target[:, :, slot][counted]
-        losses.append(_divergence(model, draft, wanted))
-        with torch.no_grad():
-            taken = draft.argmax(-1) == model.lm_head(wanted).argmax(-1)
+        losses.append(_divergence(draft, wanted))
+        taken = draft.argmax(-1) == wanted.argmax(-1)
         guess = confidences[:, :, slot][counted].float()
         losses[-1] = losses[-1] + 0.3 * F.binary_cross_entropy_with_logits(guess, taken.float())
     return _decayed(torch.stack(losses))
 
 
-def _divergence(model, logits: Tensor, hidden_states: Tensor) -> Tensor:
-    """Mean KL(model || head) of `[M, V]` logits at places where the model's own states are `[M, D]`."""
-    with torch.no_grad():
-        target = model.lm_head(hidden_states).float().log_softmax(-1)
+@torch.no_grad()
+def _log_probabilities(model, hidden_states: Tensor) -> Tensor:
+    """The model's own distributions `[..., V]`, as logarithms."""
+    return model.lm_head(hidden_states).float().log_softmax(-1)
+
+
+def _divergence(logits: Tensor, target: Tensor) -> Tensor:
+    """Mean KL(target || draft) of draft logits `[M, V]`."""
     return F.kl_div(logits.float().log_softmax(-1), target, reduction="batchmean", log_target=True)
 
 

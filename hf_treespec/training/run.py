@@ -31,6 +31,7 @@ def run(
     batch_size: int,
     learning_rate: float,
     seed: int,
+    bf16: bool,
 ) -> None:
     """Trains a head for `model` on its own greedy continuations of the prompts in `data`, and saves it in `output`.
 
@@ -67,7 +68,7 @@ def run(
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
     rows = [rows[i] for i in order]
     history = train_head(
-        target, head, rows, work_dir / f"{kind}.pt", steps, batch_size, max_length, learning_rate, seed
+        target, head, rows, work_dir / f"{kind}.pt", steps, batch_size, max_length, learning_rate, seed, bf16
     )
     save_head(head, output)
     console.print(f"held-out loss {history[-1]:.3f}; the head is in {output}")

@@ -62,6 +62,7 @@ def train_head(
     max_length: int,
     learning_rate: float,
     seed: int,
+    bf16: bool = False,
 ) -> list[float]:
     """AdamW on the divergence from the frozen model, cosine schedule; resumes from `state_path`.
 
@@ -70,6 +71,7 @@ def train_head(
         head: trained in place.
         rows: texts (token ids, prompt length); the last 2 % are held out.
         steps: optimizer steps in all, each of `batch_size` texts cut to `max_length` tokens.
+        bf16: whether the head's products are in bf16; its weights and the model stay as they are.
 
     Returns:
         Held-out losses, one at each save.
@@ -87,7 +89,7 @@ def train_head(
         head.load_state_dict(state["head"])
         optimizer.load_state_dict(state["optimizer"])
         first, history = state["step"], state["history"]
-    learner, warmup = _Learner(model, head), max(1, min(100, steps // 10))
+    learner, warmup = _Learner(model, head, bf16), max(1, min(100, steps // 10))
     bar = tqdm(range(first, steps), initial=first, total=steps, desc=f"train {head.kind}", mininterval=1)
     with _frozen(model):
         for step in bar:
@@ -140,12 +142,16 @@ def _batch(texts: list[list[int]], batch_size: int, step: int, seed: int) -> lis
 class _Learner:
     """Turns texts into a loss: the frozen model's streams in, the head's divergence out."""
 
-    def __init__(self, model, head: DraftHead) -> None:
-        self.model, self.head, self.taps = model, head, StreamTaps(model, head.taps)
+    def __init__(self, model, head: DraftHead, bf16: bool = False) -> None:
+        self.model, self.head, self.bf16, self.taps = model, head, bf16, StreamTaps(model, head.taps)
         head.config._attn_implementation = "treespec_recursive"
 
     def loss(self, texts: list[list[int]], step: int) -> Tensor:
         features = self._see(texts)
+        with torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.bf16):
+            return self._loss(features, step)
+
+    def _loss(self, features: Features, step: int) -> Tensor:
         if isinstance(self.head, MTPHead):
             return mtp_loss(self.model, self.head, features, _RECURSIVE_STEPS)
         anchors = max(1, features.ids.shape[1] // self.head.block_size)
