@@ -24,7 +24,7 @@ from .fork import DEFAULT_SPARE
 from .modeling import device_of, disable, enable, is_enabled, unwrap
 from .prefill import left_align, prefill
 from .reuse import reuse_prefix
-from .validation import check_assistant, check_inputs, check_options, check_prepared, option
+from .validation import check_assistant, check_inputs, check_options, check_positions, check_prepared, option
 
 
 logger = logging.getLogger(__name__)
@@ -142,7 +142,9 @@ class _Drafting:
             tree_config = TreeConfig.from_dict({**tree_config.to_dict(), "depth": depth})
         self.tree_config = tree_config
         self.model = model
-        self.assistant_model = None if tree_config.budget == 1 else assistant_model
+        self.assistant_model = None
+        if assistant_model is not None and tree_config.budget > 1:
+            self.assistant_model = unwrap(assistant_model)
         self.threshold = option("assistant_confidence_threshold", arguments, *configs) or 0.0
         if isinstance(self.threshold, str) or not 0 <= self.threshold < 1:
             raise ValueError(f"`assistant_confidence_threshold` is {self.threshold}; it must be at least 0, below 1.")
@@ -161,7 +163,7 @@ class _Drafting:
     @contextmanager
     def assistant_enabled(self):
         """A DeepSeek-V4 assistant is enabled for the call; of calls that overlap in threads, the last one disables."""
-        assistant = None if self.assistant_model is None else unwrap(self.assistant_model)
+        assistant = self.assistant_model
         borrowed = assistant is not None and assistant.config.model_type == "deepseek_v4"
         with _borrowing:
             borrowed = borrowed and (assistant in _borrowers or not is_enabled(assistant))
@@ -224,6 +226,7 @@ def decode(
     check_prepared(logits_processor, stopping_criteria, model_kwargs)
     # Without a mask transformers makes one, in which every pad token is padding, wherever it stands.
     check_inputs(input_ids, model_kwargs.get("attention_mask"), model.config.vocab_size)
+    check_positions(drafting.assistant_model, generation_config.max_length)
     batch, width = input_ids.shape
     depth = draft_depth(drafting.tree_config, drafting.head)
     tokens, lengths = (x.to(device_of(model)) for x in left_align(input_ids, model_kwargs.get("attention_mask")))

@@ -64,8 +64,7 @@ def check_options(model, arguments: dict[str, Any]) -> None:
         if value is not None and not any(value is other or value == other for other in allowed):
             expected = ", ".join(f"`{other}`" for other in (None, *allowed))
             raise ValueError(f"`{name}` is `{value}`, but with `tree_config` it must be {expected}: {advice}.")
-    if getattr(model.config, "output_router_logits", False):
-        raise ValueError("`config.output_router_logits` is True; tree decoding needs it False.")
+    _check_outputs("model", model.config)
     cache = arguments.get("cache")
     if cache is not None and not isinstance(cache, TreeCache):
         raise ValueError(
@@ -149,6 +148,7 @@ def check_assistant(model, assistant_model, tree_config: TreeConfig) -> None:
     config = getattr(assistant_model, "config", None)
     if config is None or not hasattr(assistant_model, "generate"):
         raise ValueError(f"`assistant_model` must be a causal language model, not {type(assistant_model).__name__}.")
+    _check_outputs("assistant_model", config)
     if config.is_encoder_decoder:
         raise ValueError(f"`assistant_model` ({type(assistant_model).__name__}) is an encoder-decoder model.")
     sizes = (config.get_text_config().vocab_size, model.config.get_text_config().vocab_size)
@@ -160,3 +160,22 @@ def check_assistant(model, assistant_model, tree_config: TreeConfig) -> None:
     embedding = assistant_model.get_input_embeddings()
     if embedding is None or embedding.weight.device == torch.device("meta") and not hasattr(embedding, "_hf_hook"):
         raise ValueError("`assistant_model` has no weights (meta device); load it before drafting with it.")
+
+
+def _check_outputs(name: str, config) -> None:
+    """Raises unless a model returns what we read, by name."""
+    for option, needed in (("output_router_logits", False), ("return_dict", True)):
+        if bool(getattr(config, option, needed)) is not needed:
+            raise ValueError(f"`{name}.config.{option}` is {not needed}; tree decoding needs it {needed}.")
+
+
+def check_positions(assistant_model, max_length: int) -> None:
+    """Raises if the text may outgrow an assistant's table of positions."""
+    for name, module in [] if assistant_model is None else assistant_model.named_modules():
+        if isinstance(module, torch.nn.Embedding) and name.split(".")[-1] in ("wpe", "embed_positions"):
+            size = module.num_embeddings - getattr(module, "offset", 0)
+            if max_length > size:
+                raise ValueError(
+                    f"`assistant_model` knows {size} positions, but the text may grow to {max_length} tokens: set "
+                    f"`max_length` to at most {size}, or use an assistant with rotary embeddings."
+                )

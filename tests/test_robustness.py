@@ -6,7 +6,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from oracle import build_model, tiny_config
+from decoding import TREE, make_assistant, run
+from oracle import build_model, generator, random_texts, tiny_config
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as stock
 
@@ -149,3 +150,53 @@ def test_a_refused_assistant_leaves_the_cache_as_it_was(model):
 def test_wrong_types(model, options):
     with pytest.raises(ValueError, match=next(iter(options))):
         text(model, **options)
+
+
+def test_an_assistant_s_position_table_bounds_the_text(model):
+    assistant = make_assistant("gpt2")
+    assistant.transformer.wpe = torch.nn.Embedding(16, 32)
+    prompt = random_texts(generator(1), (9,))
+    run(model, prompt, 7, tree_config=TREE, assistant_model=assistant)
+    with pytest.raises(ValueError, match="knows 16 positions.*17 tokens"):
+        run(model, prompt, 8, tree_config=TREE, assistant_model=assistant)
+
+
+def test_assistants_that_compute_what_no_tree_can_use(model):
+    prompt = random_texts(generator(1), (9,))
+    for name, words in (("alibi", "ALiBi"), ("output_router_logits", "assistant_model.config.output_router_logits")):
+        assistant = make_assistant("llama")
+        setattr(assistant.config, name, True)
+        with pytest.raises(ValueError, match=words):
+            run(model, prompt, 4, tree_config=TREE, assistant_model=assistant)
+
+
+def test_models_that_return_tuples(model):
+    """Stock `generate` fails on them obscurely."""
+    prompt, assistant = random_texts(generator(1), (9,)), make_assistant("llama")
+    assistant.config.return_dict = False
+    with pytest.raises(ValueError, match="assistant_model.config.return_dict"):
+        run(model, prompt, 4, tree_config=TREE, assistant_model=assistant)
+    tuples = hf_treespec.enable(build_model(tiny_config(return_dict=False)))
+    with pytest.raises(ValueError, match="`model.config.return_dict`"):
+        run(tuples, prompt, 4, tree_config={"budget": 1})
+
+
+def test_a_wrapped_ordinary_assistant_drafts(model):
+    """As a `PeftModel` around a Llama: what is wrapped drafts."""
+
+    class Wrapped(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner, self.config, self.peft_config = inner, inner.config, {}
+            self.generate = inner.generate
+
+        def get_base_model(self):
+            return self.inner
+
+        def get_input_embeddings(self):
+            return self.inner.get_input_embeddings()
+
+    prompt, assistant = random_texts(generator(1), (9,)), make_assistant("llama")
+    expected = run(model, prompt, 8, tree_config=TREE, assistant_model=assistant)[0].tree_stats["rounds"]
+    wrapped = Wrapped(assistant)
+    assert run(model, prompt, 8, tree_config=TREE, assistant_model=wrapped)[0].tree_stats["rounds"] == expected

@@ -125,6 +125,8 @@ def _layer_windows(model) -> tuple[list[str], list[int | None]]:
             f"{name} cannot draft a tree: it must take `position_ids` and `cache` and keep no other state. "
             "Use a Llama-, Qwen- or Mistral-like model, or a DeepSeek-V4 one."
         )
+    if getattr(config, "alibi", False):
+        raise ValueError(f"{name} has ALiBi positions, a bias that takes no tree. Use a model with rotary embeddings.")
     if model.config._attn_implementation not in ("eager", "sdpa"):
         raise ValueError(
             f"{name} runs attention '{model.config._attn_implementation}', which takes no tree mask; load it with "

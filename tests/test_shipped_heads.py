@@ -1,0 +1,98 @@
+"""The heads that the tiny checkpoints ship: found without being named, right, and noticed when they are misused."""
+
+import copy
+
+import pytest
+import torch
+from test_shipped import PROMPTS
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_treespec
+from hf_treespec import TreeConfig
+from hf_treespec.bench.oracle import first_difference
+from hf_treespec.demo import checkpoint
+from hf_treespec.heads import DraftHead, attach_head, detect_head, head_of
+from hf_treespec.prompts import encode_prompts
+
+
+FOLDERS = {"mtp": "tiny-target", "dspark": "tiny-target-dspark"}
+
+
+@pytest.fixture(scope="module", params=FOLDERS)
+def target(request):
+    return hf_treespec.enable(AutoModelForCausalLM.from_pretrained(checkpoint(FOLDERS[request.param])))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(checkpoint("tiny-target"))
+
+
+def decode(target, batch, **options):
+    options = {"tree_config": TreeConfig(budget=8), "max_new_tokens": 48, "return_dict_in_generate": True} | options
+    return target.generate(**batch, **options)
+
+
+@pytest.mark.parametrize(("kind", "folder"), FOLDERS.items())
+def test_it_lies_beside_its_trunk(kind, folder):
+    path = checkpoint(folder)
+    assert detect_head(path) == kind
+    for file in path.iterdir():
+        assert file.stat().st_size < 16 * 2**20, file
+    _, loading = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not loading["missing_keys"] and not loading["unexpected_keys"]
+
+
+def test_its_trees_write_the_oracles_text(target, tokenizer):
+    rounds = emitted = 0
+    for prompt in PROMPTS[::4]:
+        batch = encode_prompts(tokenizer, [prompt])
+        output = decode(target, batch)
+        assert first_difference(target, output.sequences[0], batch["input_ids"].shape[1]) is None, prompt
+        rounds += output.tree_stats["rounds"]
+        emitted += output.tree_stats["emitted_tokens"]
+    assert emitted > 1.5 * rounds
+
+
+def test_ragged_batches_write_the_plain_text(target, tokenizer):
+    batch = encode_prompts(tokenizer, PROMPTS[:16:2])
+    plain = decode(target, batch, tree_config=TreeConfig(budget=1)).sequences
+    for options in ({"budget": 8}, {"budget": 4, "top_k": 1}):
+        assert torch.equal(decode(target, batch, tree_config=TreeConfig(**options)).sequences, plain)
+
+
+def misused(target, change) -> hf_treespec.TreeConfig:
+    """The target with a copy of its head that `change` got hold of."""
+    other = copy.copy(target)
+    other.__dict__ = {**target.__dict__}
+    hf_treespec.enable(other)
+    head = copy.deepcopy(head_of(target))
+    change(head)
+    attach_head(other, head)
+    return other
+
+
+def test_an_unprimed_window_drafts_worse(target, tokenizer, monkeypatch):
+    batch = encode_prompts(tokenizer, PROMPTS[:16])
+    primed = decode(target, batch, max_new_tokens=24).tree_stats["rounds"]
+    window_keys = type(head_of(target)).window_keys
+
+    def unprimed(self: DraftHead, features, position_ids):
+        keys = window_keys(self, features, position_ids)
+        # Wider than a round: a chunk of a prompt.
+        return [key.zero_() for key in keys] if features.shape[1] > 8 else keys
+
+    monkeypatch.setattr(type(head_of(target)), "window_keys", unprimed)
+    assert decode(target, batch, max_new_tokens=24).tree_stats["rounds"] > 1.05 * primed
+
+
+def test_the_streams_of_a_wrong_layer_raise_the_alarm(target, tokenizer, caplog):
+    batch = encode_prompts(tokenizer, PROMPTS[:16])
+    other = misused(target, lambda head: setattr(head, "taps", [0] * len(head.taps)))
+    for model, warnings in ((target, 0), (other, 1)):
+        caplog.clear()
+        with caplog.at_level("WARNING", logger="hf_treespec.heads.alarm"):
+            for _ in range(2):
+                decode(model, batch)
+        assert len(caplog.records) == warnings
+        assert all("wrong layers" in record.getMessage() for record in caplog.records)
