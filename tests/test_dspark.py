@@ -16,6 +16,7 @@ from heads import (
 from oracle import TOLERANCE, build_model, generator, random_texts, tiny_config
 from rounds import assert_same_state
 from safetensors.torch import save_file
+from test_heads import dequantise, quantise, quantise_trunk
 from test_mtp import MadeUpRounds
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
@@ -249,3 +250,28 @@ def test_what_does_not_fit_is_listed(model, tmp_path, changes, change, words):
         load_head(tmp_path, config)
     for word in words:
         assert word in str(raised.value)
+
+
+def test_a_quantised_head_of_the_official_layout(tmp_path):
+    """FP8 and packed FP4, as the trunk around it; norms, the Markov head and the confidence head are not quantised."""
+    # Experts whose rows are 32 long, so that an FP4 block fits.
+    model = build_model(tiny_config(moe_intermediate_size=32))
+    settings, stored = dspark_settings(model.config), {}
+    for name, weight in dspark_tensors(model.config, settings).items():
+        stored |= quantise(name, weight)
+    assert stored["mtp.0.main_proj.weight"].dtype == stored["mtp.2.attn.wkv.weight"].dtype == torch.float8_e4m3fn
+    assert stored["mtp.1.ffn.experts.3.w2.weight"].dtype == torch.int8
+    write_checkpoint(model, tmp_path, stored, settings=settings)
+    quantise_trunk(tmp_path)
+    loaded = hf_treespec.enable(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval())
+    state = head_of(loaded).state_dict()
+    for stage in range(3):
+        weight = dequantise(f"mtp.{stage}.attn.wkv.weight", stored)
+        assert torch.equal(state[f"layers.{stage}.self_attn.kv_proj.weight"], weight)
+        down = [dequantise(f"mtp.{stage}.ffn.experts.{e}.w2.weight", stored) for e in range(4)]
+        assert torch.equal(state[f"layers.{stage}.mlp.experts.down_proj"], torch.stack(down))
+    assert torch.equal(state["main_proj.weight"], dequantise("mtp.0.main_proj.weight", stored))
+    texts = random_texts(generator(9), (23, 5))
+    output, written = run(loaded, texts, 12, tree_config=TREE)
+    assert torch.equal(torch.cat(written), torch.cat(run(loaded, texts, 12, tree_config={"budget": 1})[1]))
+    assert output.tree_stats["nodes"] > output.tree_stats["rounds"]

@@ -81,7 +81,7 @@ def test_the_heads_dtype_follows_the_model(checkpoint, target):
 
 # Quantised checkpoints
 
-LINEAR = ("e_proj", "h_proj", "wq_a", "wq_b", "wkv", "wo_a", "wo_b", "w1", "w2", "w3")
+LINEAR = ("e_proj", "h_proj", "main_proj", "wq_a", "wq_b", "wkv", "wo_a", "wo_b", "w1", "w2", "w3")
 
 
 def quantise(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
