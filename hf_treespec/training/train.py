@@ -64,7 +64,7 @@ def train_head(
     seed: int,
     bf16: bool = False,
 ) -> list[float]:
-    """AdamW on the divergence from the frozen model, cosine schedule; resumes from `state_path`.
+    """Muon and AdamW on the divergence from the frozen model, cosine schedule; resumes from `state_path`.
 
     Args:
         model: the target, enabled. Its parameters are not trained.
@@ -82,33 +82,45 @@ def train_head(
         raise ValueError(f"{len(texts)} texts are too few: a batch takes {batch_size}, {held_out} are held out.")
     texts, held_out_texts = texts[:-held_out], texts[-held_out:]
     trained = [parameter.requires_grad_() for parameter in head.parameters()]
-    optimizer = torch.optim.AdamW(trained, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
+    optimizers = _optimizers(head, learning_rate)
     first, history = 0, []
     if state_path.exists():
         state = torch.load(state_path)
         head.load_state_dict(state["head"])
-        optimizer.load_state_dict(state["optimizer"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
         first, history = state["step"], state["history"]
     learner, warmup = _Learner(model, head, bf16), max(1, min(100, steps // 10))
     bar = tqdm(range(first, steps), initial=first, total=steps, desc=f"train {head.kind}", mininterval=1)
     with _frozen(model):
         for step in bar:
             decay = 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / steps))
-            optimizer.param_groups[0]["lr"] = learning_rate * min((step + 1) / warmup, decay)
             loss = learner.loss(_batch(texts, batch_size, step, seed), step)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(trained, 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            for optimizer in optimizers:
+                optimizer.param_groups[0]["lr"] = learning_rate * min((step + 1) / warmup, decay)
+                optimizer.step()
+                optimizer.zero_grad()
             if (step + 1) % SAVE_EVERY == 0 or step + 1 == steps:
                 with torch.no_grad():
                     history.append(float(learner.loss(held_out_texts[:batch_size], 0)))
-                state = {"head": head.state_dict(), "optimizer": optimizer.state_dict(), "history": history}
-                torch.save({**state, "step": step + 1}, state_path.with_suffix(".tmp"))
+                state = {"head": head.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
+                torch.save({**state, "step": step + 1, "history": history}, state_path.with_suffix(".tmp"))
                 state_path.with_suffix(".tmp").replace(state_path)
                 bar.set_postfix(loss=f"{loss.item():.3f}", held_out=f"{history[-1]:.3f}")
     head.requires_grad_(False).eval()
     return history
+
+
+def _optimizers(head: DraftHead, learning_rate: float) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of linear layers, AdamW for everything else; one learning rate suits both."""
+    matrices = [m.weight for m in head.modules() if type(m) is torch.nn.Linear and min(m.weight.shape) > 1]
+    others = [p for p in head.parameters() if not any(p is matrix for matrix in matrices)]
+    return [
+        torch.optim.Muon(matrices, lr=learning_rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01),
+    ]
 
 
 @contextmanager
