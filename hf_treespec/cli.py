@@ -6,7 +6,7 @@ import platform
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from importlib import metadata
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +23,14 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
+
+
+class Format(str, Enum):
+    """How a report is printed."""
+
+    TABLE = "table"
+    JSON = "json"
+
 
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate per prompt.")]
 Budget = Annotated[
@@ -145,24 +153,46 @@ def train_head(
 
 
 @app.command()
+def inspect(
+    path: Annotated[str, typer.Argument(help="DeepSeek-V4 checkpoint: a local folder or an id on the Hub.")],
+    format: Annotated[Format, typer.Option(help="Tables for reading, or JSON.")] = Format.TABLE,
+) -> None:
+    """Show what a checkpoint holds, and what it needs. Reads config and index alone; downloads no weights."""
+    with _readable_errors():
+        from .inspection import inspect_checkpoint
+        from .inspection_tables import report_tables
+
+        report = inspect_checkpoint(path)
+        if format is Format.JSON:
+            typer.echo(json.dumps(report.to_dict(), indent=2, ensure_ascii=False))
+            return
+        for table in report_tables(report):
+            Console().print(table)
+        for warning in report.warnings:
+            Console().print(f"! {warning}", style="yellow", markup=False, highlight=False)
+
+
+@app.command()
 def env() -> None:
     """Show versions and hardware, for bug reports."""
     import torch
 
     from . import __version__
+    from .inspection import version_of
 
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_row("hf-treespec", __version__)
     for name in ("torch", "transformers", "accelerate", "safetensors", "tokenizers"):
-        table.add_row(name, _version(name))
+        table.add_row(name, version_of(name) or "not installed")
     table.add_row("python", platform.python_version())
     table.add_row("platform", platform.platform())
     capability = torch.backends.cpu.get_cpu_capability()
     table.add_row("CPU", f"{os.cpu_count()} cores, {torch.get_num_threads()} torch threads, {capability}")
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     table.add_row("GPU", ", ".join(gpus) or "none that torch can use")
-    for name in ("matplotlib", "datasets", "peft"):
-        table.add_row(f"{name} (optional)", _version(name))
+    # Without `kernels` transformers cannot run FP8 and FP4 weights as they are stored.
+    for name in ("kernels", "matplotlib", "datasets", "peft"):
+        table.add_row(f"{name} (optional)", version_of(name) or "not installed")
     Console().print(table)
 
 
@@ -179,13 +209,6 @@ def _tree_options(budget: int, depth: int | None, top_k: int | None):
     from .config import TreeConfig
 
     return TreeConfig(budget=budget, depth=depth, top_k=top_k)
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 CONFIG_NAME = "tree_config.json"
 BACKENDS = ("auto", "torch")
 HEADS = ("mtp", "dspark")
-DRAFTERS = ("auto", "assistant", *HEADS)
+DRAFTERS = ("auto", "assistant", *HEADS, "ngram")
 MAX_BUDGET = 256
 MAX_DEPTH = 64
 
@@ -30,7 +30,8 @@ class TreeConfig:
             [`~TreeConfig.resolved_top_k`]'s default.
         drafter (`str`, defaults to `"auto"`):
             What drafts: `"assistant"` is the `assistant_model` of the call, `"mtp"` and `"dspark"` are the head in the
-            model's checkpoint; `"auto"` takes the assistant where there is one, else the head that is there.
+            model's checkpoint, `"ngram"` looks up what followed earlier occurrences of the last tokens, without a
+            model; `"auto"` takes the assistant where there is one, else the head that is there.
         backend (`str`, defaults to `"auto"`):
             Implementation of the operations, one of `"auto"` and `"torch"`.
 

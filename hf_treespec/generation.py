@@ -1,5 +1,6 @@
 """The `generate` that `enable` binds, and the decoding loop: draft, verify, accept, refresh."""
 
+import copy
 import inspect
 import logging
 import os
@@ -24,7 +25,15 @@ from .fork import DEFAULT_SPARE
 from .modeling import device_of, disable, enable, is_enabled, unwrap
 from .prefill import left_align, prefill
 from .reuse import reuse_prefix
-from .validation import check_assistant, check_inputs, check_options, check_positions, check_prepared, option
+from .validation import (
+    check_assistant,
+    check_inputs,
+    check_options,
+    check_positions,
+    check_prepared,
+    option,
+    prompt_lookup,
+)
 
 
 logger = logging.getLogger(__name__)
@@ -85,6 +94,9 @@ def generate(model, *args, **kwargs):
         assistant_model (`PreTrainedModel`, *optional*): a causal model of the same vocabulary that drafts. Without
             one, the draft head inside the model's checkpoint does.
         num_assistant_tokens (`int`, *optional*): the depth, where `tree_config` has none.
+        prompt_lookup_num_tokens (`int`, *optional*): draft from prompt and output themselves (`drafter="ngram"`), and
+            the depth, where `tree_config` has none.
+        max_matching_ngram_size (`int`, *optional*, defaults to 2): the longest suffix that prompt lookup matches.
         assistant_confidence_threshold (`float`, *optional*): do not draft below this estimated path probability.
         prefill_chunk_size (`int`, *optional*, defaults to 512): prompt tokens per prefill forward.
         cache (`TreeCache`, *optional*): from an earlier call; pass the whole conversation in `input_ids`.
@@ -99,8 +111,9 @@ def generate(model, *args, **kwargs):
     if tree_config is None:
         return type(model).generate(model, *args, **kwargs)
     if os.environ.get("HF_TREESPEC_DISABLE") == "1":
-        logger.warning("HF_TREESPEC_DISABLE=1: `tree_config` and `assistant_model` are dropped, decoding is stock.")
-        kwargs.pop("assistant_model", None)
+        logger.warning("HF_TREESPEC_DISABLE=1: `tree_config` and the drafter are dropped, decoding is stock.")
+        for name in ("assistant_model", "prompt_lookup_num_tokens"):
+            kwargs.pop(name, None)
         if isinstance(kwargs.get("cache"), TreeCache):
             del kwargs["cache"]
         return type(model).generate(model, *args, **kwargs)
@@ -117,14 +130,29 @@ def generate(model, *args, **kwargs):
     input_ids = arguments.get("input_ids", arguments.get("inputs"))
     check_options(model, arguments)
     check_inputs(input_ids, arguments.get("attention_mask"), model.config.vocab_size)
+    configs = (arguments.get("generation_config"), model.generation_config)
+    tree_config, ngram_size = prompt_lookup(tree_config, arguments, *configs)
+    _unset("prompt_lookup_num_tokens", arguments, model)
     assistant_model = arguments.pop("assistant_model", None)
     check_assistant(model, assistant_model, tree_config)
-    drafting = _Drafting(model, arguments, tree_config, assistant_model)
+    drafting = _Drafting(model, arguments, tree_config, assistant_model, ngram_size)
     for name in ("tokenizer", "num_assistant_tokens", "assistant_confidence_threshold", "custom_generate"):
         arguments.pop(name, None)
     # Inference tensors could not be written by a later call outside inference mode; the cache outlives this one.
     with drafting.assistant_enabled(), torch.inference_mode(False), torch.no_grad():
         return type(model).generate(model, **arguments, custom_generate=partial(decode, drafting=drafting))
+
+
+def _unset(name: str, arguments: dict[str, Any], model) -> None:
+    """Hides an option from transformers' `generate`, which refuses it before our loop runs."""
+    config = arguments.get("generation_config")
+    if getattr(config, name, None) is not None:
+        config = arguments["generation_config"] = copy.deepcopy(config)
+        setattr(config, name, None)
+    # As an argument `None` has the last word, also over the model's own config; with a config it draws a warning.
+    arguments.pop(name, None)
+    if config is None or getattr(model.generation_config, name, None) is not None:
+        arguments[name] = None
 
 
 # Calls that use an assistant which they enabled themselves.
@@ -135,12 +163,15 @@ _borrowing = threading.Lock()
 class _Drafting:
     """What the loop needs to make its drafter: the resolved options of one call."""
 
-    def __init__(self, model, arguments: dict[str, Any], tree_config: TreeConfig, assistant_model) -> None:
+    def __init__(
+        self, model, arguments: dict[str, Any], tree_config: TreeConfig, assistant_model, ngram_size: int
+    ) -> None:
         configs = (arguments.get("generation_config"), model.generation_config)
         depth = option("num_assistant_tokens", arguments, *configs)
         if tree_config.depth is None and depth is not None:
             tree_config = TreeConfig.from_dict({**tree_config.to_dict(), "depth": depth})
         self.tree_config = tree_config
+        self.ngram_size = ngram_size
         self.model = model
         self.assistant_model = None
         if assistant_model is not None and tree_config.budget > 1:
@@ -152,7 +183,7 @@ class _Drafting:
         if self.chunk_size is not None and (type(self.chunk_size) is not int or self.chunk_size < 1):
             raise ValueError(f"`prefill_chunk_size` is {self.chunk_size!r}; it must be a positive integer or `None`.")
         self.head = None
-        if tree_config.budget > 1 and assistant_model is None:
+        if tree_config.budget > 1 and assistant_model is None and tree_config.drafter != "ngram":
             from .heads import head_of
 
             try:
@@ -187,9 +218,13 @@ class _Drafting:
         """Window rings that the drafter needs in the target's cache."""
         return 0 if self.head is None else len(self.head.layers)
 
-    def generator(self, cache: TreeCache) -> TreeCandidateGenerator:
-        """The drafter of this call."""
+    def generator(self, cache: TreeCache, end: Tensor | None) -> TreeCandidateGenerator:
+        """The drafter of this call, which ends rows at the tokens `end` `[E]`."""
         config, threshold = self.tree_config, self.threshold
+        if config.drafter == "ngram" and config.budget > 1:
+            from .drafting.ngram import NgramTreeGenerator
+
+            return NgramTreeGenerator(cache, config, self.ngram_size, end, threshold)
         if self.head is not None:
             from .drafting.head import HeadTreeGenerator
 
@@ -236,7 +271,7 @@ def decode(
         cache = TreeCache(model.config, batch, spare, tokens.device, drafting.head_layers)
     with cache.claimed(model):
         # Made before the cache is touched: it may refuse the assistant.
-        generator = drafting.generator(cache)
+        generator = drafting.generator(cache, generation_config._eos_token_tensor)
         reuse_prefix(cache, model.config, tokens, lengths, depth + 1, drafting.head_layers)
         stats = TreeStats()
         end, pad = generation_config._eos_token_tensor, generation_config._pad_token_tensor

@@ -86,18 +86,22 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model.get_base_model() if hasattr(model, "get_base_model") and hasattr(model, "peft_config") else model
 
 
+def check_model_type(model_type: str | None, caller: str, is_encoder_decoder: bool = False) -> None:
+    """Raises a `ValueError` for a config's `model_type` that is not DeepSeek-V4's."""
+    if model_type == "deepseek_v4":
+        return
+    reason = f"`model_type` is {model_type!r}"
+    if is_encoder_decoder:
+        reason += " (an encoder-decoder model)"
+    if model_type == "deepseek_v41":
+        reason += ", whose compression differs from DeepSeek-V4's"
+    raise ValueError(f"{caller} supports `DeepseekV4ForCausalLM` models ('deepseek_v4') only; {reason}.")
+
+
 def _check_model(model: nn.Module) -> None:
     config = getattr(model, "config", None)
-    model_type = getattr(config, "model_type", None)
-    if model_type != "deepseek_v4":
-        reason = f"`model_type` is {model_type!r}"
-        if getattr(config, "is_encoder_decoder", False):
-            reason += " (an encoder-decoder model)"
-        if model_type == "deepseek_v41":
-            reason += ", whose compression differs from DeepSeek-V4's"
-        raise ValueError(
-            f"`hf_treespec.enable` supports `DeepseekV4ForCausalLM` models ('deepseek_v4') only; {reason}."
-        )
+    encoder_decoder = getattr(config, "is_encoder_decoder", False)
+    check_model_type(getattr(config, "model_type", None), "`hf_treespec.enable`", encoder_decoder)
     for kind, rope in config.rope_parameters.items():
         if rope.get("rope_type") in ("dynamic", "longrope"):
             raise ValueError(

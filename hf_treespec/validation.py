@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from .cache import TreeCache
-from .config import HEADS, TreeConfig
+from .config import HEADS, MAX_DEPTH, TreeConfig
 
 
 _LATER = "it is not supported together with `tree_config` yet; drop one of the two"
@@ -25,7 +25,6 @@ _REFUSED = {
     "force_words_ids": ((), _GREEDY),
     "use_cache": ((True,), "tree decoding needs its cache; drop it"),
     "cache_implementation": ((), _OWN_CACHE),
-    "prompt_lookup_num_tokens": ((), _LATER),
     "use_mtp": ((False,), _LATER),
     "speculation_type": ((), _LATER),
     "assistant_early_exit": ((), _LATER),
@@ -129,21 +128,66 @@ def check_prepared(logits_processor, stopping_criteria, model_kwargs: dict[str, 
         raise ValueError(f"Stopping criteria {unknown} are not supported together with `tree_config` yet; unset them.")
 
 
+# Drafters that take no assistant -> what they draft with.
+_OWN_DRAFTS = {**dict.fromkeys(HEADS, "with the checkpoint's own head"), "ngram": "from prompt and output alone"}
+
+
+def prompt_lookup(tree_config: TreeConfig, arguments: dict[str, Any], *configs: Any) -> tuple[TreeConfig, int]:
+    """Where `prompt_lookup_num_tokens` is set: `tree_config` with `drafter="ngram"` and, if it has none, that depth.
+
+    Args:
+        arguments, configs: the call's, in which `prompt_lookup_num_tokens`, `assistant_model` and
+            `max_matching_ngram_size` are looked up.
+
+    Returns:
+        The config, and `max_matching_ngram_size` (2 by default, as in transformers).
+
+    Raises:
+        ValueError: for a value outside its range, or together with another drafter.
+    """
+    tokens = option("prompt_lookup_num_tokens", arguments, *configs)
+    size = option("max_matching_ngram_size", arguments, *configs)
+    for name, value in (("prompt_lookup_num_tokens", tokens), ("max_matching_ngram_size", size)):
+        if value is not None and (type(value) is not int or not 1 <= value <= MAX_DEPTH):
+            raise ValueError(f"`{name}` is {value!r}; it must be an integer from 1 to {MAX_DEPTH}, or `None`.")
+    if tokens is not None:
+        foreign = tree_config.drafter not in ("auto", "ngram")
+        if foreign or arguments.get("assistant_model") is not None:
+            other = f"`drafter={tree_config.drafter!r}`" if foreign else "`assistant_model`"
+            raise ValueError(
+                f"`prompt_lookup_num_tokens` is {tokens} beside {other}, but only one can draft; drop one."
+            )
+        depth = tree_config.depth
+        if depth is None and tree_config.budget > 1:
+            depth = tokens
+        tree_config = TreeConfig.from_dict({**tree_config.to_dict(), "drafter": "ngram", "depth": depth})
+    if (
+        arguments.get("max_matching_ngram_size") is not None
+        and tree_config.drafter != "ngram"
+        and tree_config.budget > 1
+    ):
+        raise ValueError(
+            f"`max_matching_ngram_size` is {size}, but only prompt lookup matches n-grams: set `drafter='ngram'` or "
+            "`prompt_lookup_num_tokens`, or drop it."
+        )
+    return tree_config, 2 if size is None else size
+
+
 def check_assistant(model, assistant_model, tree_config: TreeConfig) -> None:
     """Raises unless the assistant that the config needs is there and fits the target."""
     if tree_config.budget == 1 and tree_config.drafter == "auto":
         return
-    if tree_config.drafter in HEADS and assistant_model is not None:
+    if tree_config.drafter in _OWN_DRAFTS and assistant_model is not None:
         raise ValueError(
-            f"`drafter={tree_config.drafter!r}` drafts with the checkpoint's own head; drop `assistant_model=` or "
-            "`drafter`."
+            f"`drafter={tree_config.drafter!r}` drafts {_OWN_DRAFTS[tree_config.drafter]}; drop `assistant_model=`, or "
+            "use another `drafter`."
         )
-    if assistant_model is None and tree_config.drafter in ("auto", *HEADS):
+    if assistant_model is None and tree_config.drafter != "assistant":
         return
     if assistant_model is None:
         raise ValueError(
             f"`tree_config` has `budget={tree_config.budget}` and `drafter={tree_config.drafter!r}`, but there is "
-            "nothing to draft with. Pass `assistant_model=`, or set `budget=1` for plain decoding."
+            "nothing to draft with. Pass `assistant_model=`, or set `drafter='ngram'`, or `budget=1` for plain decoding."
         )
     config = getattr(assistant_model, "config", None)
     if config is None or not hasattr(assistant_model, "generate"):

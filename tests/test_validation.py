@@ -66,7 +66,6 @@ class Streamer(TextStreamer):
         {"guidance_scale": 1.5},
         {"use_cache": False},
         {"cache_implementation": "static"},
-        {"prompt_lookup_num_tokens": 3},
         {"use_mtp": True},
         {"assistant_early_exit": 2},
         {"stop_strings": ["x"]},
@@ -205,7 +204,7 @@ def flash_config(assistant):
 @pytest.mark.parametrize(
     ("assistant", "names"),
     [
-        (lambda: None, ["budget=8", "assistant_model", "budget=1"]),
+        (lambda: None, ["budget=8", "assistant_model", "drafter='ngram'", "budget=1"]),
         (lambda: "gpt2", ["assistant_model", "str"]),
         (
             lambda: BertModel(BertConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)),

@@ -56,15 +56,23 @@ class CandidatePool:
         return order + self.size - level_size, worth
 
     def best_tree(self, count: int) -> tuple[TokenTree, Tensor]:
-        """The tree of the `count` best candidates, and the pool entry of each of its nodes `[B, N]`.
+        """See [`best_tree`]."""
+        return best_tree(self.tokens, self.parents, self.scores, count, self.levels)
 
-        Scores fall strictly from parent to child, so the best candidates are connected.
-        """
-        scores, order = self.scores[:, 1:].topk(min(count, self.size - 1), dim=1)
-        entries, permutation = (order + 1).sort(1)
-        valid = torch.nn.functional.pad(scores.gather(1, permutation) > float("-inf"), (1, 0), value=True)
-        entries = torch.nn.functional.pad(entries, (1, 0))
-        number = torch.zeros_like(self.tokens)
-        number.scatter_(1, entries, torch.arange(entries.shape[1], device=entries.device).expand_as(entries))
-        parents = number.gather(1, self.parents.gather(1, entries))
-        return TokenTree.from_parents(self.tokens.gather(1, entries), parents, self.levels, valid), entries
+
+def best_tree(tokens: Tensor, parents: Tensor, scores: Tensor, count: int, max_depth: int) -> tuple[TokenTree, Tensor]:
+    """The tree of the `count` best candidates, and the candidate behind each of its nodes `[B, N]`.
+
+    Args:
+        tokens, parents, scores: `[B, C]` as in [`CandidatePool`]: the root first, parents before children. Scores fall
+            strictly from parent to child, so the best candidates are connected.
+        max_depth: the largest depth of a candidate.
+    """
+    best, order = scores[:, 1:].topk(min(count, tokens.shape[1] - 1), dim=1)
+    entries, permutation = (order + 1).sort(1)
+    valid = torch.nn.functional.pad(best.gather(1, permutation) > float("-inf"), (1, 0), value=True)
+    entries = torch.nn.functional.pad(entries, (1, 0))
+    number = torch.zeros_like(tokens)
+    number.scatter_(1, entries, torch.arange(entries.shape[1], device=entries.device).expand_as(entries))
+    above = number.gather(1, parents.gather(1, entries))
+    return TokenTree.from_parents(tokens.gather(1, entries), above, max_depth, valid), entries

@@ -21,7 +21,7 @@ from .mtp import MTPHead
 
 HEAD_WEIGHTS_NAME = "model-mtp.safetensors"
 _TITLES = {"mtp": "MTP", "dspark": "DSpark"}
-WAY_OUT = "Pass `assistant_model=`, or set `budget=1` for plain decoding."
+WAY_OUT = "Pass `assistant_model=`, or set `drafter='ngram'`, or `budget=1` for plain decoding."
 
 
 class HeadCheckpoint:
