@@ -74,8 +74,10 @@ def inspect_checkpoint(path: str) -> CheckpointReport:
     files = CheckpointFiles(str(path))
     settings = files.json("config.json")
     if settings is None:
-        place = "that folder" if files.local else "a Hub repository of that id (or, offline, in its cache)"
-        raise ValueError(f"{files.path!r}: there is no `config.json` in {place}; pass a DeepSeek-V4 checkpoint.")
+        reason = "there is no `config.json` in that folder"
+        if not files.local:
+            reason = "no Hub repository of that id with a `config.json` was reached, nor is it in the local cache"
+        raise ValueError(f"{files.path!r}: {reason}; pass a DeepSeek-V4 checkpoint.")
     check_model_type(settings.get("model_type"), f"`hf-treespec inspect {files.path}`")
     config = _config(settings, files.path)
     stored, headers, total = files.tensors()

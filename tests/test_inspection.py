@@ -139,6 +139,9 @@ def test_flash_0731_has_dspark(tmp_path):
     assert (report.head["kind"], report.head["stages"], report.head["block_size"]) == ("dspark", 3, 5)
     assert report.head["target_layer_ids"] == [40, 41, 42]
     assert report.drafter["auto"] == "dspark" and "`dspark_block_size` 5" in report.head["why"]
+    # The tensors say it too, where the config has no ratios behind the trunk's.
+    settings = {key: value for key, value in FLASH_0731.items() if key != "compress_ratios"}
+    assert inspect_checkpoint(write(tmp_path, settings, DSPARK_HEAD)).head["stages"] == 3
     # Three stages and the vocabulary tables of the Markov head.
     single = inspect_checkpoint(write(tmp_path, FLASH, MTP_HEAD)).sizes["head_parameters"]
     assert 2.9 < report.sizes["head_parameters"] / single < 3.2
