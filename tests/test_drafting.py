@@ -166,17 +166,18 @@ def test_confidence_threshold_out_of_range(model, sure_of_some, threshold):
 
 def test_the_best_candidates_form_the_tree():
     # Row 0: the second child of the root is worse than its brother's child; row 1: the other way round.
-    pool = CandidatePool(torch.tensor([7, 8]), root_node=0)
-    root = torch.zeros(2, 1, dtype=torch.long)
+    pool = CandidatePool(torch.tensor([7, 8]))
     tokens, chances = torch.tensor([[[1, 2]], [[3, 4]]]), torch.tensor([[[0.9, 0.1]], [[0.5, 0.4]]])
-    pool.add_level(root, tokens, chances, chances)
-    frontier, worth = pool.frontier(1, 2, 2, -math.inf)
-    assert frontier.tolist() == [[1], [1]] and worth.all()
-    pool.add_level(frontier, torch.tensor([[[5, 6]], [[5, 6]]]), chances[:, :, :], torch.full((2, 1, 2), 0.6))
+    pool.add_level(tokens, chances, chances)
+    place, frontier, worth = pool.advance(1, 2, -math.inf, torch.tensor([[True], [True]]))
+    assert place.tolist() == [[0], [0]] and frontier.tolist() == [[1], [3]] and worth.all()
+    pool.add_level(torch.tensor([[[5, 6]], [[5, 6]]]), chances, torch.full((2, 1, 2), 0.6))
     tree, entries = pool.best_tree(2)
     assert tree.tokens.tolist() == [[7, 1, 5], [8, 3, 4]]
     assert tree.parents.tolist() == [[0, 0, 1], [0, 0, 0]]
     assert entries.tolist() == [[0, 1, 3], [0, 1, 2]]
+    assert pool.ranks(entries).tolist() == [[0, 1, -1], [0, 1, -1]]
+    assert pool.parents.tolist() == [[0, 0, 0, 1, 1]] * 2
 
 
 def test_calibration_learns_acceptance_by_rank():

@@ -57,9 +57,9 @@ def test_every_node_agrees_with_plain_matrix_products(tmp_path, model, chunk_siz
     seen = []
     add, survive = DSparkTreeGenerator._add_candidates, DSparkTreeGenerator._survival
 
-    def record(self, logits, parents, valid):
-        seen.append([self._slot, logits, parents, valid])
-        add(self, logits, parents, valid)
+    def record(self, logits, valid):
+        seen.append([self._slot, logits, self._pool.frontiers[-1][0], valid])
+        add(self, logits, valid)
 
     def record_survival(self, probabilities):
         survival = survive(self, probabilities)

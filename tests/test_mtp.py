@@ -57,9 +57,9 @@ def test_steps_agree_with_plain_matrix_products(tmp_path, model, chunk_size, mon
     seen = []
     add = MTPTreeGenerator._add_candidates
 
-    def record(self, logits, parents, valid=None):
-        seen.append((logits, parents, torch.ones_like(parents, dtype=torch.bool) if valid is None else valid))
-        add(self, logits, parents, valid)
+    def record(self, logits, valid):
+        seen.append((logits, self._pool.frontiers[-1][0], valid))
+        add(self, logits, valid)
 
     monkeypatch.setattr(MTPTreeGenerator, "_add_candidates", record)
     rounds = MadeUpRounds(model, head, TreeConfig(**TREE), random_texts(generator(1), (37, 9, 2, 1)), chunk_size)

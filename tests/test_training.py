@@ -44,11 +44,11 @@ def drafted_logits(target, head, text, depth: int) -> list[torch.Tensor]:
         kind = kinds[head.kind]
         add = kind._add_candidates
 
-        def force(self, logits, parents, valid):
+        def force(self, logits, valid):
             seen.append(logits[0, 0])
             forced = torch.full_like(logits, -1e4)
             forced[0, 0, text[len(text) - depth + len(seen) - 1] if len(seen) <= depth else 0] = 0.0
-            add(self, forced, parents, valid)
+            add(self, forced, valid)
 
         monkeypatch.setattr(kind, "_add_candidates", force)
         config = TreeConfig(budget=depth + 1, top_k=1)

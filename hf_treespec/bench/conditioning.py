@@ -30,9 +30,9 @@ class PerDepthTreeGenerator(DSparkTreeGenerator):
         self._first_choice = logits[:, :1].argmax(-1)
         return logits
 
-    def _extend(self, frontier: Tensor, valid: Tensor) -> None:
-        super()._extend(frontier, valid)
-        self._previous = self._first_choice.expand_as(frontier)
+    def _extend(self, tokens: Tensor, parents: Tensor, valid: Tensor) -> None:
+        super()._extend(tokens, parents, valid)
+        self._previous = self._first_choice.expand_as(tokens)
 
 
 def main(

@@ -62,7 +62,7 @@ class AssistantTreeGenerator(LevelTreeGenerator):
         rows = None if rows is None else rows.to(self.device)
         physical = torch.arange(len(roots), device=self.device) if rows is None else rows
         self._fork = self._round.enter_context(self.cache.fork(self._stem(physical, roots), rows))
-        tree = self._grow(physical, roots, depth, limits, root_node=self._fork.tree.tokens.shape[1] - 1)
+        tree = self._grow(physical, roots, depth, limits)
         if target_device == self.device:
             return tree
         return TokenTree(tree.tokens.to(target_device), tree.paths.to(target_device), tree.valid.to(target_device))
@@ -84,11 +84,11 @@ class AssistantTreeGenerator(LevelTreeGenerator):
             return
         path, path_lengths, predicted = (t.to(self.device) for t in (path, path_lengths, predicted))
         committed = torch.arange(path.shape[1], device=self.device) < path_lengths[:, None]
-        entries = self._learn(path, committed, predicted)
+        entries, ranks = self._learn(path, committed, predicted)
 
-        nodes = pool.nodes.gather(1, entries)
-        read = (committed & (nodes >= 0)).sum(1, keepdim=True)
-        last = nodes.gather(1, read - 1)[:, 0]
+        # Expansions are the fork's nodes from the root on, behind the pending one.
+        read = (committed & (ranks >= 0)).sum(1, keepdim=True)
+        last = ranks.gather(1, read - 1)[:, 0] + 1
         own_path = self._fork.tree.paths[torch.arange(len(last), device=self.device), last]
         self._fork.refresh(own_path, (own_path >= 0).sum(1))
         self._round.close()

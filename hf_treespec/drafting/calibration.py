@@ -1,7 +1,5 @@
 """From draft probabilities to the chance that the target walks there, learned online."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -13,12 +11,6 @@ _PRIOR_WEIGHT = 6.0
 _HIGHEST, _LOWEST = 0.999, 1e-6
 
 
-def greedy_prior(probabilities: Tensor) -> Tensor:
-    """Acceptance under greedy verification, expected of draft probabilities `[..., k]` ordered by rank."""
-    first = probabilities[..., :1] ** 0.6
-    return torch.cat([first, 0.8 * probabilities[..., 1:]], -1)
-
-
 class AcceptanceCalibration:
     """Estimated acceptance of a candidate given that its parent was accepted.
 
@@ -26,33 +18,36 @@ class AcceptanceCalibration:
     probabilities favour breadth too much. The estimate is a prior, a power of the probability, times a factor per
     (row, rank, probability group): the accepted count over the count the prior expected, shrunk to 1. Rows learn for
     themselves, so a request's trees do not depend on its batch.
+
+    Args:
+        rows, top_k: number of requests, and of candidates per node.
+        exponent: of the first candidate's probability, in the prior; below 1, as greedy verification favours it.
+        share: of the other candidates' probabilities, in the prior.
     """
 
     def __init__(
-        self,
-        rows: int,
-        top_k: int,
-        device: torch.device | None = None,
-        prior: Callable[[Tensor], Tensor] = greedy_prior,
+        self, rows: int, top_k: int, device: torch.device | None = None, exponent: float = 0.6, share: float = 0.8
     ) -> None:
-        self.prior = prior
         self.edges = torch.tensor(_EDGES, device=device)
-        shape = (rows, top_k, len(_EDGES) + 1)
-        self.accepted = torch.full(shape, _PRIOR_WEIGHT, dtype=torch.float32, device=device)
-        self.expected = torch.full(shape, _PRIOR_WEIGHT, dtype=torch.float32, device=device)
+        self.exponents = torch.tensor([exponent] + [1.0] * (top_k - 1), device=device)
+        self.shares = torch.tensor([1.0] + [share] * (top_k - 1), device=device)
+        # Accepted and expected, side by side: `[rows, k, groups, 2]`.
+        self.counts = torch.full((rows, top_k, len(_EDGES) + 1, 2), _PRIOR_WEIGHT, dtype=torch.float32, device=device)
+        self.ranks = torch.arange(top_k, device=device)
+
+    def prior(self, probabilities: Tensor) -> Tensor:
+        """Prior acceptance of candidates `[..., k]` ordered by rank."""
+        return self.shares * probabilities**self.exponents
 
     def estimate(self, rows: Tensor, probabilities: Tensor) -> Tensor:
         """Acceptance of candidates `[B, w, k]` of the physical `rows` `[B]`, strictly between 0 and 1."""
-        factor = (self.accepted / self.expected)[self._index(rows, probabilities)]
-        return (self.prior(probabilities) * factor).clamp(_LOWEST, _HIGHEST)
+        accepted, expected = self.counts[self._index(rows, probabilities)].unbind(-1)
+        return (self.prior(probabilities) * accepted / expected).clamp(_LOWEST, _HIGHEST)
 
     def update(self, rows: Tensor, probabilities: Tensor, accepted: Tensor, seen: Tensor) -> None:
         """Counts candidates `[B, w, k]` whose parent was on the accepted path (`seen` `[B, w]`)."""
-        index = self._index(rows, probabilities)
-        weight = seen[..., None].float()
-        self.accepted.index_put_(index, accepted * weight, accumulate=True)
-        self.expected.index_put_(index, self.prior(probabilities) * weight, accumulate=True)
+        counts = torch.stack([accepted.float(), self.prior(probabilities)], -1) * seen[..., None, None]
+        self.counts.index_put_(self._index(rows, probabilities), counts, accumulate=True)
 
     def _index(self, rows: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        ranks = torch.arange(probabilities.shape[-1], device=probabilities.device)
-        return rows[:, None, None], ranks.expand_as(probabilities), torch.bucketize(probabilities, self.edges)
+        return rows[:, None, None], self.ranks, torch.bucketize(probabilities, self.edges)

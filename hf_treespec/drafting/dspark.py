@@ -31,7 +31,8 @@ class DSparkTreeGenerator(HeadTreeGenerator):
     ) -> None:
         super().__init__(model, head, cache, tree_config, confidence_threshold)
         self.frontier_width = self.budget - 1
-        self.calibration = AcceptanceCalibration(cache.rows, self.top_k, self.device, prior=lambda survival: survival)
+        # What the confidence head says is an estimate of acceptance already.
+        self.calibration = AcceptanceCalibration(cache.rows, self.top_k, self.device, exponent=1.0, share=1.0)
 
     def _features(self, streams: list[Tensor], following: Tensor) -> Tensor:
         return self.head.context(streams)
@@ -65,9 +66,9 @@ class DSparkTreeGenerator(HeadTreeGenerator):
                 context.append(ring[rows[:, None], past % ring.shape[1]])  # [B, W, head_dim]
         return self.head(self._embed(tokens), lengths[:, None] + slots, mask, context)
 
-    def _extend(self, frontier: Tensor, valid: Tensor) -> None:
+    def _extend(self, tokens: Tensor, parents: Tensor, valid: Tensor) -> None:
         self._slot += 1
-        self._previous = self._pool.tokens.gather(1, frontier)
+        self._previous = tokens
 
     def _forward(self, last_only: bool) -> Tensor:
         self._markov = self.head.markov_w1(self._previous.to(self.head.device))  # [B, w, rank]

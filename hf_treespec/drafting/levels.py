@@ -43,50 +43,49 @@ class LevelTreeGenerator(TreeCandidateGenerator):
         """Logits `[B, M, V]` of the query nodes of the fork, or of the last of them."""
         raise NotImplementedError
 
-    def _grow(self, rows: Tensor, roots: Tensor, depth: int, limits: Tensor, root_node: int = 0) -> TokenTree:
-        """The best tree of at most `depth` levels below `roots` `[B]`.
+    def _grow(self, rows: Tensor, roots: Tensor, depth: int, limits: Tensor) -> TokenTree:
+        """The best tree of at most `depth` levels below `roots` `[B]`, the last nodes of the open fork, if one is.
 
         Args:
             rows: physical rows `[B]`.
             limits: levels that each row has use for, `[B]`.
-            root_node: the roots' node in the open fork.
         """
-        self._rows = rows
-        self._pool = pool = CandidatePool(roots, root_node)
-        frontier = torch.zeros_like(roots)[:, None]
-        self._add_candidates(self._forward(last_only=True), frontier, limits[:, None] > 0)
+        self._rows, limits = rows, limits[:, None]
+        self._pool = pool = CandidatePool(roots)
+        self._add_candidates(self._forward(last_only=True), limits > 0)
         for level in range(1, depth):
-            level_size = frontier.shape[1] * self.top_k
-            frontier, worth = pool.frontier(self.frontier_width, level_size, self.budget - 1, self.lowest_score)
-            worth &= level < limits[:, None]
+            place, tokens, worth = pool.advance(
+                self.frontier_width, self.budget - 1, self.lowest_score, level < limits
+            )
             # Reading the device costs a stall elsewhere; there the level is drafted with padding nodes instead.
             if self.device.type == "cpu" and not worth.any():
+                pool.frontiers.pop()
                 break
-            self._extend(frontier, worth)
-            self._add_candidates(self._forward(last_only=False), frontier, worth)
+            self._extend(tokens, place // self.top_k, worth)
+            self._add_candidates(self._forward(last_only=False), worth)
         tree, self._entries = pool.best_tree(self.budget - 1)
         return tree
 
-    def _extend(self, frontier: Tensor, valid: Tensor) -> None:
-        """Makes the frontier entries `[B, w]` the next level of the fork."""
-        pool, tree = self._pool, self._fork.tree
-        count = tree.tokens.shape[1]
-        parents = pool.nodes.gather(1, pool.parents.gather(1, frontier)).clamp(min=0)
-        self._fork.extend(tree.grow(pool.tokens.gather(1, frontier), parents, valid))
-        nodes = count + torch.arange(frontier.shape[1], device=self.device).expand_as(frontier)
-        pool.nodes = pool.nodes.scatter(1, frontier, torch.where(valid, nodes, -1))
+    def _extend(self, tokens: Tensor, parents: Tensor, valid: Tensor) -> None:
+        """Makes a frontier `[B, w]`, below the given columns of the one before, the next level of the fork."""
+        tree, start = self._fork.tree, self._level_start()
+        self._fork.extend(tree.grow(tokens, start + parents, valid))
 
-    def _add_candidates(self, logits: Tensor, parents: Tensor, valid: Tensor) -> None:
+    def _level_start(self) -> int:
+        """Node number of the fork's last level's first node."""
+        return self._fork.start or self._fork.tree.tokens.shape[1] - 1
+
+    def _add_candidates(self, logits: Tensor, valid: Tensor) -> None:
         probabilities, tokens = logits.float().softmax(-1).topk(self.top_k, dim=-1)
         probabilities = self._survival(probabilities)
         acceptance = self.calibration.estimate(self._rows, probabilities) * valid[..., None]
-        self._pool.add_level(parents, tokens, probabilities, acceptance)
+        self._pool.add_level(tokens, probabilities, acceptance)
 
     def _survival(self, probabilities: Tensor) -> Tensor:
         """What is calibrated: the draft's probabilities `[B, w, k]`, or a better guess that a drafter has."""
         return probabilities
 
-    def _learn(self, path: Tensor, committed: Tensor, predicted: Tensor) -> Tensor:
+    def _learn(self, path: Tensor, committed: Tensor, predicted: Tensor) -> tuple[Tensor, Tensor]:
         """Every committed node that was expanded shows which of its candidates the target took.
 
         Args:
@@ -94,18 +93,16 @@ class LevelTreeGenerator(TreeCandidateGenerator):
             predicted: the target's token at each node, `[B, N]`.
 
         Returns:
-            The pool entries of the path, `[B, P]`.
+            The pool entries of the path, and which expansion each was (-1: none), `[B, P]`.
         """
-        pool = self._pool
-        path = path.clamp(min=0)
+        pool, path = self._pool, path.clamp(min=0)
         entries = self._entries.gather(1, path)
-        first = pool.children.gather(1, entries)
-        seen = committed & (first >= 0)
-        children = first.clamp(min=0)[..., None] + torch.arange(self.top_k, device=self.device)
-        shape = children.shape
-        children = children.flatten(1).clamp(max=pool.size - 1)
-        tokens = pool.tokens.gather(1, children).view(shape)
-        probabilities = pool.probabilities.gather(1, children).view(shape)
+        ranks = pool.ranks(entries)
+        # The candidates of expansion r are the r-th group of `top_k` behind the root.
+        children = (1 + self.top_k * ranks.clamp(min=0))[..., None] + torch.arange(self.top_k, device=self.device)
+        tokens, probabilities = (
+            table.gather(1, children.flatten(1)).view(children.shape) for table in (pool.tokens, pool.probabilities)
+        )
         taken = tokens == predicted.gather(1, path)[..., None]
-        self.calibration.update(self._rows, probabilities, taken, seen)
-        return entries
+        self.calibration.update(self._rows, probabilities, taken, committed & (ranks >= 0))
+        return entries, ranks
