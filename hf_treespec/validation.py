@@ -4,10 +4,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.generation import logits_process as hf
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from .cache import TreeCache
 from .config import HEADS, MAX_DEPTH, TreeConfig
+from .processors import bind
 
 
 _LATER = "it is not supported together with `tree_config` yet; drop one of the two"
@@ -15,9 +17,7 @@ _GREEDY = "tree decoding follows one greedy path per row; drop it, or drop `tree
 _OWN_CACHE = "tree decoding brings its own `TreeCache`; drop it"
 # Option -> (values that are allowed beside None, what to do about others).
 _REFUSED = {
-    "do_sample": ((False,), _LATER),
     "num_beams": ((1,), _GREEDY),
-    "num_return_sequences": ((1,), _LATER),
     "penalty_alpha": ((), _GREEDY),
     "dola_layers": ((), _GREEDY),
     "guidance_scale": ((1, 1.0), _LATER),
@@ -36,9 +36,7 @@ _REFUSED = {
     "output_attentions": ((False,), _LATER),
     "output_hidden_states": ((False,), _LATER),
     "streamer": ((), _LATER),
-    "logits_processor": (([],), _LATER),
     "stopping_criteria": (([],), _LATER),
-    "prefix_allowed_tokens_fn": ((), _LATER),
     "negative_prompt_ids": ((), _LATER),
     "synced_gpus": ((False,), _LATER),
     "custom_generate": ((), "tree decoding is a generation method of its own; drop it"),
@@ -106,6 +104,33 @@ def check_inputs(input_ids: Any, attention_mask: Any, vocab_size: int) -> None:
         )
 
 
+def check_own_options(options: dict[str, Any]) -> None:
+    """Raises for an option of ours in a call that decodes without trees."""
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(
+                f"`{name}` is `{value}`, but without `tree_config` it does nothing; pass `tree_config` too."
+            )
+
+
+def check_sampling(seeds: Any, do_sample: bool) -> None:
+    """Raises for seeds that nothing would use."""
+    if seeds is not None and not do_sample:
+        raise ValueError(f"`seeds` is `{seeds}`, but `do_sample` is False; set `do_sample=True` or drop `seeds`.")
+
+
+# Processors of transformers that need more than a text model's scores: another model's outputs or a second forward.
+FOREIGN_PROCESSORS = {
+    hf.UnbatchedClassifierFreeGuidanceLogitsProcessor: "runs the model on a second prompt",
+    hf.ClassifierFreeGuidanceLogitsProcessor: "needs a batch with a second prompt per row",
+    hf.DiaClassifierFreeGuidanceLogitsProcessor: "needs a batch with a second prompt per row",
+    hf.DiaEOSChannelFilterLogitsProcessor: "is made for audio codebooks",
+    hf.DiaEOSDelayPatternLogitsProcessor: "is made for audio codebooks",
+    hf.WhisperTimeStampLogitsProcessor: "is made for speech recognition",
+    hf.WhisperNoSpeechDetection: "is made for speech recognition",
+}
+
+
 # What transformers itself hands to a decoding method; everything else is a model's own argument.
 _KNOWN_INPUTS = {"attention_mask", "position_ids", "cache", "use_cache", "logits_to_keep"}
 
@@ -116,9 +141,14 @@ def check_prepared(logits_processor, stopping_criteria, model_kwargs: dict[str, 
     extra = sorted(name for name, value in model_kwargs.items() if value is not None and name not in _KNOWN_INPUTS)
     if extra:
         raise ValueError(f"Model arguments {extra} are not passed on by tree decoding; drop them, or `tree_config`.")
-    if logits_processor:
-        names = [type(processor).__name__ for processor in logits_processor]
-        raise ValueError(f"Logits processors {names} are not supported together with `tree_config` yet; unset them.")
+    for processor in logits_processor:
+        if type(processor) in FOREIGN_PROCESSORS:
+            reason = FOREIGN_PROCESSORS[type(processor)]
+            name = type(processor).__name__
+            raise ValueError(f"`{name}` in `logits_processor` {reason}; drop it, or `tree_config`.")
+    unknown = [type(processor).__name__ for processor in logits_processor if bind(processor) is None]
+    if unknown:
+        raise ValueError(f"Logits processors {unknown} are not supported together with `tree_config` yet; unset them.")
     unknown = [
         type(criterion).__name__
         for criterion in stopping_criteria

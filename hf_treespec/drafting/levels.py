@@ -77,6 +77,8 @@ class LevelTreeGenerator(TreeCandidateGenerator):
         pool.nodes = pool.nodes.scatter(1, frontier, torch.where(valid, nodes, -1))
 
     def _add_candidates(self, logits: Tensor, parents: Tensor, valid: Tensor) -> None:
+        if self.noise is not None:
+            logits = self.noise(logits, self._rows, self._pool.levels)
         probabilities, tokens = logits.float().softmax(-1).topk(self.top_k, dim=-1)
         probabilities = self._survival(probabilities)
         acceptance = self.calibration.estimate(self._rows, probabilities) * valid[..., None]
