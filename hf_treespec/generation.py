@@ -23,10 +23,12 @@ from .drafting import RootGenerator, TreeCandidateGenerator
 from .fork import DEFAULT_SPARE
 from .modeling import device_of, disable, enable, is_enabled, unwrap
 from .prefill import left_align, prefill_once
-from .processors import bind, warpers
+from .processors import warpers
 from .reuse import reuse_prefix
 from .sampling import resolve_seeds
-from .selection import DraftNoise, TokenSelector
+from .selection import DraftNoise
+from .steps import make_verifier
+from .stopping import add_stop_strings, token_limit
 from .texts import Texts
 from .validation import (
     check_assistant,
@@ -147,6 +149,8 @@ def generate(model, *args, **kwargs):
     assistant_model = arguments.pop("assistant_model", None)
     check_assistant(model, assistant_model, tree_config)
     drafting = _Drafting(model, arguments, tree_config, assistant_model, ngram_size)
+    add_stop_strings(model, arguments)
+    _unset("stop_strings", arguments, model)
     for name in ("tokenizer", "num_assistant_tokens", "assistant_confidence_threshold", "custom_generate"):
         arguments.pop(name, None)
     # Inference tensors could not be written by a later call outside inference mode; the cache outlives this one.
@@ -277,7 +281,7 @@ def decode(
     Every round drafts a tree per unfinished row, verifies all nodes in one forward, accepts the longest path that the
     model itself would have written, and commits it. Rows leave as they finish.
     """
-    check_prepared(logits_processor, stopping_criteria, model_kwargs)
+    check_prepared(logits_processor, model_kwargs)
     check_sampling(seeds, generation_config.do_sample)
     # Without a mask transformers makes one, in which every pad token is padding, wherever it stands.
     check_inputs(input_ids, model_kwargs.get("attention_mask"), model.config.vocab_size)
@@ -289,19 +293,13 @@ def decode(
     if not isinstance(cache, TreeCache):
         spare = max(DEFAULT_SPARE, depth + 1)
         cache = TreeCache(model.config, batch, spare, tokens.device, drafting.head_layers)
-    end, pad = generation_config._eos_token_tensor, generation_config._pad_token_tensor
-    texts = Texts(
-        input_ids.to(tokens.device),
-        width - lengths,
-        limit=generation_config.max_length - width,
-        pad=0 if pad is None else int(pad),
-    )
+    pad, limit = generation_config._pad_token_tensor, token_limit(stopping_criteria, width)
+    texts = Texts(input_ids.to(tokens.device), width - lengths, limit, pad=0 if pad is None else int(pad))
     seeds = resolve_seeds(seeds, batch) if generation_config.do_sample else None
-    selector = TokenSelector(texts, [bind(processor) for processor in logits_processor], seeds)
-    verifier = Verifier(selector, None if end is None else end.to(tokens.device))
+    verifier = make_verifier(texts, logits_processor, stopping_criteria, seeds)
     with cache.claimed(model):
         # Made before the cache is touched: it may refuse the assistant.
-        generator = drafting.generator(cache, end)
+        generator = drafting.generator(cache, verifier.end)
         if seeds is not None:
             generator.noise = DraftNoise(warpers(logits_processor), seeds, cache)
         reuse_prefix(cache, model.config, tokens, lengths, depth + 1, drafting.head_layers)
@@ -343,7 +341,9 @@ def decode_rows(
             with stats.timed("verify"):
                 logits = model(**fork.model_inputs()).logits
             with stats.timed("accept"):
+                verifier.selector.begin(fork)
                 verdict = verifier(logits, fork, remaining)
+                verifier.selector.commit(fork, verdict.path, verdict.accepted)
                 accepted, emitted = verdict.accepted, verdict.emitted
             with stats.timed("refresh"):
                 generator.read(fork, verdict.path, accepted, emitted)

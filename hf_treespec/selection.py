@@ -54,6 +54,18 @@ class TokenSelector:
         self.seeds = None if seeds is None else seeds.to(texts.prompts.device)
         self.keep = keep
 
+    def begin(self, fork: Fork) -> None:
+        """Starts a round, for steps with a state."""
+        for step in self.steps:
+            if hasattr(step, "begin"):
+                step.begin(fork)
+
+    def commit(self, fork: Fork, path: Tensor, accepted: Tensor) -> None:
+        """Ends a round with the first `accepted` `[B]` nodes of `path` `[B, P]`."""
+        for step in self.steps:
+            if hasattr(step, "commit"):
+                step.commit(fork, path, accepted)
+
     @property
     def is_plain(self) -> bool:
         """Whether the best logit decides and nothing else is asked for."""

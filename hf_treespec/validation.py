@@ -5,11 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.generation import logits_process as hf
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from .cache import TreeCache
 from .config import HEADS, MAX_DEPTH, TreeConfig
-from .processors import bind
 
 
 _LATER = "it is not supported together with `tree_config` yet; drop one of the two"
@@ -28,15 +26,12 @@ _REFUSED = {
     "use_mtp": ((False,), _LATER),
     "speculation_type": ((), _LATER),
     "assistant_early_exit": ((), _LATER),
-    "stop_strings": ((), _LATER),
-    "max_time": ((), _LATER),
     "token_healing": ((False,), _LATER),
     "output_scores": ((False,), _LATER),
     "output_logits": ((False,), _LATER),
     "output_attentions": ((False,), _LATER),
     "output_hidden_states": ((False,), _LATER),
     "streamer": ((), _LATER),
-    "stopping_criteria": (([],), _LATER),
     "negative_prompt_ids": ((), _LATER),
     "synced_gpus": ((False,), _LATER),
     "custom_generate": ((), "tree decoding is a generation method of its own; drop it"),
@@ -135,9 +130,8 @@ FOREIGN_PROCESSORS = {
 _KNOWN_INPUTS = {"attention_mask", "position_ids", "cache", "use_cache", "logits_to_keep"}
 
 
-def check_prepared(logits_processor, stopping_criteria, model_kwargs: dict[str, Any]) -> None:
-    """Raises for processors and criteria that transformers made from the generation config, and for arguments of the
-    model's forward that tree decoding would not pass on."""
+def check_prepared(logits_processor, model_kwargs: dict[str, Any]) -> None:
+    """Raises for processors of other models, and for arguments of the model's forward that are not passed on."""
     extra = sorted(name for name, value in model_kwargs.items() if value is not None and name not in _KNOWN_INPUTS)
     if extra:
         raise ValueError(f"Model arguments {extra} are not passed on by tree decoding; drop them, or `tree_config`.")
@@ -146,16 +140,6 @@ def check_prepared(logits_processor, stopping_criteria, model_kwargs: dict[str, 
             reason = FOREIGN_PROCESSORS[type(processor)]
             name = type(processor).__name__
             raise ValueError(f"`{name}` in `logits_processor` {reason}; drop it, or `tree_config`.")
-    unknown = [type(processor).__name__ for processor in logits_processor if bind(processor) is None]
-    if unknown:
-        raise ValueError(f"Logits processors {unknown} are not supported together with `tree_config` yet; unset them.")
-    unknown = [
-        type(criterion).__name__
-        for criterion in stopping_criteria
-        if not isinstance(criterion, (MaxLengthCriteria, EosTokenCriteria))
-    ]
-    if unknown:
-        raise ValueError(f"Stopping criteria {unknown} are not supported together with `tree_config` yet; unset them.")
 
 
 # Drafters that take no assistant -> what they draft with.

@@ -66,7 +66,6 @@ class Streamer(TextStreamer):
         {"use_mtp": True},
         {"assistant_early_exit": 2},
         {"stop_strings": ["x"]},
-        {"max_time": 1.0},
         {"token_healing": True},
         {"output_scores": True},
         {"output_logits": True},
@@ -88,7 +87,6 @@ def test_options_wherever_they_are_set(model, options):
     "options",
     [
         {"streamer": Streamer()},
-        {"stopping_criteria": StoppingCriteriaList([lambda *_: True])},
         {"negative_prompt_ids": torch.tensor([[1]])},
         {"synced_gpus": True},
         {"custom_generate": lambda *_, **__: None},
