@@ -19,15 +19,17 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .cache import TreeCache
 from .config import HEADS, TreeConfig
+from .defaults import default_of
 from .drafting import RootGenerator, TreeCandidateGenerator
 from .fork import DEFAULT_SPARE
 from .modeling import device_of, disable, enable, is_enabled, unwrap
+from .outputs import Recorder, Stream, ended
 from .prefill import left_align, prefill_once
 from .processors import warpers
 from .reuse import reuse_prefix
 from .sampling import resolve_seeds
 from .selection import DraftNoise
-from .steps import make_verifier
+from .steps import fields_to_keep, make_verifier
 from .stopping import add_stop_strings, token_limit
 from .texts import Texts
 from .validation import (
@@ -35,9 +37,9 @@ from .validation import (
     check_inputs,
     check_options,
     check_own_options,
+    check_own_prepared,
     check_positions,
     check_prepared,
-    check_sampling,
     option,
     prompt_lookup,
 )
@@ -49,8 +51,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class TreeGenerateOutput(GenerateDecoderOnlyOutput):
-    """`GenerateDecoderOnlyOutput` with `tree_stats`, see [`TreeStats.to_dict`]; `cache` is the `TreeCache`."""
+    """`GenerateDecoderOnlyOutput` with `tree_stats`, see [`TreeStats.to_dict`]; `cache` is the `TreeCache`.
 
+    With `return_logprobs=True`, `logprobs` and `processed_logprobs` `[B, new tokens]` are those of the returned tokens
+    under the model's own logits, and after processors and warpers; 0 behind a row's end.
+    """
+
+    logprobs: Tensor | None = None
+    processed_logprobs: Tensor | None = None
     tree_stats: dict[str, Any] | None = None
 
 
@@ -111,6 +119,8 @@ def generate(model, *args, **kwargs):
         prefill_chunk_size (`int`, *optional*, defaults to 512): prompt tokens per prefill forward.
         seeds (`list[int]`, *optional*): one per returned sequence, with `do_sample=True`: a sequence depends on its
             prompt and seed alone. By default they are drawn from torch's default generator.
+        return_logprobs (`bool`, *optional*): with `return_dict_in_generate=True`, adds `logprobs` and
+            `processed_logprobs` of the returned tokens to the output, at the cost of one number per token.
         cache (`TreeCache`, *optional*): from an earlier call; pass the whole conversation in `input_ids`.
 
     Returns:
@@ -119,9 +129,12 @@ def generate(model, *args, **kwargs):
     Raises:
         ValueError: for whatever tree decoding cannot honour, before any compute.
     """
-    tree_config, seeds = kwargs.pop("tree_config", None), kwargs.pop("seeds", None)
+    own = {name: kwargs.pop(name, None) for name in ("seeds", "return_logprobs")}
+    tree_config = kwargs.pop("tree_config", None)
     if tree_config is None:
-        check_own_options({"seeds": seeds})
+        tree_config = default_of(model, kwargs.get("generation_config", args[1] if len(args) > 1 else None))
+    if tree_config is None:
+        check_own_options(own)
         return type(model).generate(model, *args, **kwargs)
     if os.environ.get("HF_TREESPEC_DISABLE") == "1":
         logger.warning("HF_TREESPEC_DISABLE=1: `tree_config` and what goes with it are dropped, decoding is stock.")
@@ -130,8 +143,6 @@ def generate(model, *args, **kwargs):
         if isinstance(kwargs.get("cache"), TreeCache):
             del kwargs["cache"]
         return type(model).generate(model, *args, **kwargs)
-    if not isinstance(tree_config, TreeConfig):
-        tree_config = TreeConfig.from_dict(tree_config)
     bound = inspect.signature(GenerationMixin.generate).bind(model, *args, **kwargs).arguments
     arguments = {**bound, **bound.get("kwargs", {})}
     for name in ("self", "kwargs"):
@@ -140,6 +151,13 @@ def generate(model, *args, **kwargs):
     for alias in ("past_key_values", "cache_params"):
         if arguments.get(alias) is not None:
             arguments.setdefault("cache", arguments.pop(alias))
+    with ended(arguments.get("streamer")):
+        return _generate(model, arguments, tree_config, **own)
+
+
+def _generate(model, arguments: dict[str, Any], tree_config, seeds, return_logprobs):
+    if not isinstance(tree_config, TreeConfig):
+        tree_config = TreeConfig.from_dict(tree_config)
     input_ids = arguments.get("input_ids", arguments.get("inputs"))
     check_options(model, arguments)
     check_inputs(input_ids, arguments.get("attention_mask"), model.config.vocab_size)
@@ -155,7 +173,13 @@ def generate(model, *args, **kwargs):
         arguments.pop(name, None)
     # Inference tensors could not be written by a later call outside inference mode; the cache outlives this one.
     with drafting.assistant_enabled(), torch.inference_mode(False), torch.no_grad():
-        method = partial(decode, drafting=drafting, seeds=seeds)
+        method = partial(
+            decode,
+            drafting=drafting,
+            seeds=seeds,
+            return_logprobs=return_logprobs,
+            streamer=arguments.get("streamer"),
+        )
         return type(model).generate(model, **arguments, custom_generate=method)
 
 
@@ -274,6 +298,8 @@ def decode(
     generation_config,
     drafting: _Drafting,
     seeds=None,
+    return_logprobs=None,
+    streamer=None,
     **model_kwargs,
 ):
     """The decoding method passed to transformers' `generate`: greedy or sampled, all rows ragged.
@@ -282,7 +308,7 @@ def decode(
     model itself would have written, and commits it. Rows leave as they finish.
     """
     check_prepared(logits_processor, model_kwargs)
-    check_sampling(seeds, generation_config.do_sample)
+    check_own_prepared(seeds, return_logprobs, generation_config)
     # Without a mask transformers makes one, in which every pad token is padding, wherever it stands.
     check_inputs(input_ids, model_kwargs.get("attention_mask"), model.config.vocab_size)
     check_positions(drafting.assistant_model, generation_config.max_length)
@@ -296,7 +322,9 @@ def decode(
     pad, limit = generation_config._pad_token_tensor, token_limit(stopping_criteria, width)
     texts = Texts(input_ids.to(tokens.device), width - lengths, limit, pad=0 if pad is None else int(pad))
     seeds = resolve_seeds(seeds, batch) if generation_config.do_sample else None
-    verifier = make_verifier(texts, logits_processor, stopping_criteria, seeds)
+    keep = fields_to_keep(generation_config, return_logprobs)
+    verifier = make_verifier(texts, logits_processor, stopping_criteria, seeds, keep)
+    recorder, stream = Recorder(texts, keep), Stream(streamer, texts)
     with cache.claimed(model):
         # Made before the cache is touched: it may refuse the assistant.
         generator = drafting.generator(cache, verifier.end)
@@ -309,14 +337,14 @@ def decode(
                 copies = generation_config.num_return_sequences
                 prefill_once(model, cache, tokens, lengths - 1, drafting.chunk_size, generator, copies)
             roots = tokens.gather(1, lengths[:, None] - 1)[:, 0]
-            decode_rows(model, cache, texts, roots, generator, depth, verifier, stats)
+            decode_rows(model, cache, texts, roots, generator, depth, verifier, stats, recorder, stream)
     if drafting.head is not None:
         from .heads import count_acceptance
 
         count_acceptance(model, stats.rounds, stats.emitted_tokens - stats.rounds, depth)
     sequences = texts.sequences(texts.complete).to(input_ids.device)
     if generation_config.return_dict_in_generate:
-        return TreeGenerateOutput(sequences=sequences, cache=cache, tree_stats=stats.to_dict())
+        return TreeGenerateOutput(sequences=sequences, cache=cache, tree_stats=stats.to_dict(), **recorder.fields())
     return sequences
 
 
@@ -329,6 +357,8 @@ def decode_rows(
     depth: int,
     verifier: Verifier,
     stats: TreeStats,
+    recorder: Recorder | None = None,
+    stream: Stream | None = None,
 ) -> None:
     """The rounds, until every row of `texts` has stopped; `roots` `[R]` are the last prompt tokens, the first not in
     the cache."""
@@ -349,11 +379,15 @@ def decode_rows(
                 generator.read(fork, verdict.path, accepted, emitted)
                 fork.refresh(verdict.path, accepted)
         with stats.timed("accept"):
+            if recorder is not None:
+                recorder.add(verdict)
             texts.append(emitted, accepted)
             roots = emitted.gather(1, accepted[:, None] - 1)[:, 0]
             on_host, finished, nodes = torch.stack([accepted, verdict.finished.long(), tree.valid.sum(1)]).tolist()
         stats.count(texts.live_rows, on_host, nodes)
         kept = texts.leave(on_host, finished)
+        if stream is not None:
+            stream.send()
         if not texts.live_rows:
             return
         with stats.timed("draft"):

@@ -21,13 +21,13 @@ ScoreStep = Callable[[Tensor, NodeTexts], Tensor]
 class Selection:
     """The target's token at each node, `[B, N]`, and what was asked for beside it (else `None`).
 
-    `raw_logprobs` and `logprobs` `[B, N]` are of that token, before and after processing; `logits` and `scores`
+    `logprobs` and `processed_logprobs` `[B, N]` are of that token, before and after processing; `logits` and `scores`
     `[B, N, V]` are all of them, before and after processing, fp32.
     """
 
     tokens: Tensor
-    raw_logprobs: Tensor | None = None
     logprobs: Tensor | None = None
+    processed_logprobs: Tensor | None = None
     logits: Tensor | None = None
     scores: Tensor | None = None
 
@@ -91,7 +91,7 @@ class TokenSelector:
         shape = logits.shape[:2]
         # A copy: processors may write into what they get.
         raw = logits.flatten(0, 1).to(torch.float32, copy=True)
-        scores = raw.clone() if self.steps and self.keep & {"logits", "raw_logprobs"} else raw
+        scores = raw.clone() if self.steps and self.keep & {"logits", "logprobs"} else raw
         for step in self.steps:
             scores = step(scores, nodes)
         drawn = scores
@@ -100,8 +100,8 @@ class TokenSelector:
             drawn = perturbed(scores, noise)
         tokens = drawn.argmax(-1)
         kept = {"logits": lambda: raw.view(logits.shape), "scores": lambda: scores.view(logits.shape)}
-        kept["raw_logprobs"] = lambda: _logprob(raw, tokens).view(shape)
-        kept["logprobs"] = lambda: _logprob(scores, tokens).view(shape)
+        kept["logprobs"] = lambda: _logprob(raw, tokens).view(shape)
+        kept["processed_logprobs"] = lambda: _logprob(scores, tokens).view(shape)
         return Selection(tokens.view(shape), **{name: kept[name]() for name in self.keep})
 
 

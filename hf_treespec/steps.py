@@ -50,6 +50,15 @@ def make_steps(processors: Iterable, texts: Texts) -> tuple[list[ScoreStep], lis
     return steps, unknown
 
 
+def fields_to_keep(generation_config, return_logprobs: bool | None) -> frozenset[str]:
+    """Fields of [`Selection`] that the output of a call needs."""
+    if not generation_config.return_dict_in_generate:
+        return frozenset()
+    wanted = {"scores": generation_config.output_scores, "logits": generation_config.output_logits}
+    wanted |= dict.fromkeys(("logprobs", "processed_logprobs"), return_logprobs)
+    return frozenset(name for name, value in wanted.items() if value)
+
+
 def make_verifier(
     texts: Texts, processors: Iterable, criteria: Iterable, seeds: Tensor | None, keep: frozenset[str] = frozenset()
 ) -> Verifier:

@@ -46,11 +46,14 @@ class Texts:
         """New columns in which nothing will change any more."""
         return min((self.written[row] for row in self.live_rows), default=max(self.written))
 
+    def columns(self, accepted: Tensor, width: int) -> Tensor:
+        """Columns of `output` for `width` tokens of each live row `[B, width]`: what is not accepted goes to the last."""
+        column = torch.arange(width, device=accepted.device)
+        return torch.where(column < accepted[:, None], self.counts[self.live][:, None] + column, self.limit)
+
     def append(self, emitted: Tensor, accepted: Tensor) -> None:
         """Writes the first `accepted` `[B]` tokens of `emitted` `[B, S + 1]` behind the live rows."""
-        column = torch.arange(emitted.shape[1], device=emitted.device)
-        place = torch.where(column < accepted[:, None], self.counts[self.live][:, None] + column, self.limit)
-        self.output[self.live[:, None], place] = emitted
+        self.output[self.live[:, None], self.columns(accepted, emitted.shape[1])] = emitted
         self.counts = self.counts.index_add(0, self.live, accepted)
 
     def leave(self, accepted: list[int], finished: list[int]) -> Tensor | None:

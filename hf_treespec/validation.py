@@ -12,13 +12,15 @@ from .config import HEADS, MAX_DEPTH, TreeConfig
 
 _LATER = "it is not supported together with `tree_config` yet; drop one of the two"
 _GREEDY = "tree decoding follows one greedy path per row; drop it, or drop `tree_config`"
+_SECOND_PROMPT = "guidance runs the model on a second prompt; drop it, or drop `tree_config`"
+_FORWARD = "a round computes drafts too; run the model's forward over the returned `sequences` instead"
 _OWN_CACHE = "tree decoding brings its own `TreeCache`; drop it"
 # Option -> (values that are allowed beside None, what to do about others).
 _REFUSED = {
     "num_beams": ((1,), _GREEDY),
     "penalty_alpha": ((), _GREEDY),
     "dola_layers": ((), _GREEDY),
-    "guidance_scale": ((1, 1.0), _LATER),
+    "guidance_scale": ((1, 1.0), _SECOND_PROMPT),
     "constraints": ((), _GREEDY),
     "force_words_ids": ((), _GREEDY),
     "use_cache": ((True,), "tree decoding needs its cache; drop it"),
@@ -27,12 +29,9 @@ _REFUSED = {
     "speculation_type": ((), _LATER),
     "assistant_early_exit": ((), _LATER),
     "token_healing": ((False,), _LATER),
-    "output_scores": ((False,), _LATER),
-    "output_logits": ((False,), _LATER),
-    "output_attentions": ((False,), _LATER),
-    "output_hidden_states": ((False,), _LATER),
-    "streamer": ((), _LATER),
-    "negative_prompt_ids": ((), _LATER),
+    "output_attentions": ((False,), _FORWARD),
+    "output_hidden_states": ((False,), _FORWARD),
+    "negative_prompt_ids": ((), _SECOND_PROMPT),
     "synced_gpus": ((False,), _LATER),
     "custom_generate": ((), "tree decoding is a generation method of its own; drop it"),
     "inputs_embeds": ((), "trees are drafted from token ids; pass `input_ids`"),
@@ -102,16 +101,20 @@ def check_inputs(input_ids: Any, attention_mask: Any, vocab_size: int) -> None:
 def check_own_options(options: dict[str, Any]) -> None:
     """Raises for an option of ours in a call that decodes without trees."""
     for name, value in options.items():
-        if value is not None:
+        if value is not None and value is not False:
             raise ValueError(
                 f"`{name}` is `{value}`, but without `tree_config` it does nothing; pass `tree_config` too."
             )
 
 
-def check_sampling(seeds: Any, do_sample: bool) -> None:
-    """Raises for seeds that nothing would use."""
-    if seeds is not None and not do_sample:
+def check_own_prepared(seeds: Any, return_logprobs: Any, generation_config) -> None:
+    """Raises for options of ours that the generation config of the call leaves nothing to do."""
+    if seeds is not None and not generation_config.do_sample:
         raise ValueError(f"`seeds` is `{seeds}`, but `do_sample` is False; set `do_sample=True` or drop `seeds`.")
+    if return_logprobs not in (None, False, True):
+        raise ValueError(f"`return_logprobs` is `{return_logprobs}`; it must be True or False.")
+    if return_logprobs and not generation_config.return_dict_in_generate:
+        raise ValueError("`return_logprobs` is True, which needs `return_dict_in_generate=True` too.")
 
 
 # Processors of transformers that need more than a text model's scores: another model's outputs or a second forward.

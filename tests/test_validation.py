@@ -16,7 +16,6 @@ from transformers import (
     MambaConfig,
     MambaForCausalLM,
     StoppingCriteriaList,
-    TextStreamer,
 )
 
 import hf_treespec
@@ -49,11 +48,6 @@ def with_generation_config(model, config: GenerationConfig):
     return hf_treespec.enable(model)
 
 
-class Streamer(TextStreamer):
-    def __init__(self) -> None:
-        pass
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -67,8 +61,6 @@ class Streamer(TextStreamer):
         {"assistant_early_exit": 2},
         {"stop_strings": ["x"]},
         {"token_healing": True},
-        {"output_scores": True},
-        {"output_logits": True},
         {"output_attentions": True},
         {"output_hidden_states": True},
     ],
@@ -86,7 +78,6 @@ def test_options_wherever_they_are_set(model, options):
 @pytest.mark.parametrize(
     "options",
     [
-        {"streamer": Streamer()},
         {"negative_prompt_ids": torch.tensor([[1]])},
         {"synced_gpus": True},
         {"custom_generate": lambda *_, **__: None},
