@@ -338,7 +338,8 @@ def decode(
                 prefill_once(model, cache, tokens, lengths - 1, drafting.chunk_size, generator, copies)
             roots = tokens.gather(1, lengths[:, None] - 1)[:, 0]
             decode_rows(model, cache, texts, roots, generator, depth, verifier, stats, recorder, stream)
-    if drafting.head is not None:
+    # Drafts of a hot sample are rightly rejected: that says nothing about the head.
+    if drafting.head is not None and seeds is None:
         from .heads import count_acceptance
 
         count_acceptance(model, stats.rounds, stats.emitted_tokens - stats.rounds, depth)

@@ -16,7 +16,7 @@ _SECOND_PROMPT = "guidance runs the model on a second prompt; drop it, or drop `
 _FORWARD = "a round computes drafts too; run the model's forward over the returned `sequences` instead"
 _OWN_CACHE = "tree decoding brings its own `TreeCache`; drop it"
 # Option -> (values that are allowed beside None, what to do about others).
-_REFUSED = {
+REFUSED = {
     "num_beams": ((1,), _GREEDY),
     "penalty_alpha": ((), _GREEDY),
     "dola_layers": ((), _GREEDY),
@@ -50,7 +50,7 @@ def option(name: str, arguments: dict[str, Any], *configs: Any) -> Any:
 def check_options(model, arguments: dict[str, Any]) -> None:
     """Raises a `ValueError` for the first option of a call that tree decoding cannot honour."""
     configs = (arguments.get("generation_config"), model.generation_config)
-    for name, (allowed, advice) in _REFUSED.items():
+    for name, (allowed, advice) in REFUSED.items():
         value = option(name, arguments, *configs)
         if value is not None and not any(value is other or value == other for other in allowed):
             expected = ", ".join(f"`{other}`" for other in (None, *allowed))

@@ -5,9 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from decoding import CHAIN, TREE, make_assistant, run
+from heads import make_checkpoint, make_dspark_checkpoint
 from oracle import generator, left_pad, random_texts
-from transformers import GenerationConfig, TemperatureLogitsWarper, TopKLogitsWarper
+from transformers import AutoModelForCausalLM, GenerationConfig, TemperatureLogitsWarper, TopKLogitsWarper
 
+import hf_treespec
 from hf_treespec import TokenTree, ops
 from hf_treespec.bench.oracle import oracle_logits
 from hf_treespec.processors import bind
@@ -221,9 +223,12 @@ def test_any_assistant(model, plain, kind):
     assert torch.equal(torch.cat(texts), torch.cat(plain))
 
 
-def test_a_draft_head(target):
-    texts = [sample(target, tree_config=tree)[1] for tree in (PLAIN, {"budget": 6})]
-    assert torch.equal(torch.cat(texts[0]), torch.cat(texts[1]))
+@pytest.mark.parametrize("make", [make_checkpoint, make_dspark_checkpoint], ids=["mtp", "dspark"])
+def test_draft_heads(make, tmp_path):
+    target = hf_treespec.enable(AutoModelForCausalLM.from_pretrained(make(tmp_path)).eval())
+    outputs = [sample(target, tree_config=tree)[0] for tree in (PLAIN, {"budget": 6})]
+    assert torch.equal(outputs[0].sequences, outputs[1].sequences)
+    assert outputs[1].tree_stats["nodes"] > outputs[1].tree_stats["rounds"]
 
 
 # Several sequences of one prompt
