@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation.logits_process import SynthIDTextWatermarkLogitsProcessor
 
+from .grammars import ForkedGrammar, is_grammar
 from .lockstep import FullBatchStep, LockstepVerifier
 from .processors import bind
 from .selection import ScoreStep, TokenSelector
@@ -39,6 +40,8 @@ def make_steps(processors: Iterable, texts: Texts) -> tuple[list[ScoreStep], lis
         step = bind(processor)
         if step is None and type(processor) is SynthIDTextWatermarkLogitsProcessor:
             step = StatefulStep(ForkedSynthID(processor, len(texts.prompts)), len(texts.prompts))
+        elif step is None and is_grammar(processor):
+            step = StatefulStep(ForkedGrammar(processor, len(texts.prompts)), len(texts.prompts))
         elif step is None and hasattr(processor, "fork") and hasattr(processor, "commit"):
             step = StatefulStep(processor, len(texts.prompts))
         elif step is None and getattr(processor, "row_independent", False):

@@ -240,7 +240,7 @@ def test_num_return_sequences(model, target, kind):
     model, assistant = (target, None) if kind is None else (model, make_assistant(kind))
     options = {"tree_config": TREE, "assistant_model": assistant}
     prompts, seeds = PROMPTS[:2], [1, 2, 3, 4, 5, 6]
-    expected = sample(model, [prompt for prompt in prompts for _ in range(3)], seeds=seeds, **options)[0].sequences
+    expected = sample(model, [prompt for prompt in prompts for _ in range(3)], seeds=seeds, **options)[0]
     models = [model] if assistant is None else [model, assistant]
     read = dict.fromkeys(range(len(models)), 0)
 
@@ -251,10 +251,12 @@ def test_num_return_sequences(model, target, kind):
 
     handles = [module.register_forward_pre_hook(count, with_kwargs=True) for module in models]
     options |= {"do_sample": True, "top_k": 0, "seeds": seeds, "max_new_tokens": 24, "num_return_sequences": 3}
-    sequences = model.generate(**left_pad(prompts), **options)
+    output = model.generate(**left_pad(prompts), **options, return_dict_in_generate=True)
     for handle in handles:
         handle.remove()
-    assert torch.equal(sequences, expected)
+    assert torch.equal(output.sequences, expected.sequences)
+    # The drafter goes on from copies of its state: it drafts as well as from states of its own.
+    assert output.tree_stats["accepted_lengths"] == expected.tree_stats["accepted_lengths"]
     # In the target's forward, rows share a width.
     width = max(map(len, prompts)) - 1
     assert read == dict.fromkeys(read, len(prompts) * width)
