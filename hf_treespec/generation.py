@@ -311,15 +311,16 @@ def decode(
     check_own_prepared(seeds, return_logprobs, generation_config)
     # Without a mask transformers makes one, in which every pad token is padding, wherever it stands.
     check_inputs(input_ids, model_kwargs.get("attention_mask"), model.config.vocab_size)
-    check_positions(drafting.assistant_model, generation_config.max_length)
     batch, width = input_ids.shape
+    limit = token_limit(stopping_criteria, width)
+    check_positions(drafting.assistant_model, width + limit)
     depth = draft_depth(drafting.tree_config, drafting.head)
     tokens, lengths = (x.to(device_of(model)) for x in left_align(input_ids, model_kwargs.get("attention_mask")))
     cache = model_kwargs.get("cache")
     if not isinstance(cache, TreeCache):
         spare = max(DEFAULT_SPARE, depth + 1)
         cache = TreeCache(model.config, batch, spare, tokens.device, drafting.head_layers)
-    pad, limit = generation_config._pad_token_tensor, token_limit(stopping_criteria, width)
+    pad = generation_config._pad_token_tensor
     texts = Texts(input_ids.to(tokens.device), width - lengths, limit, pad=0 if pad is None else int(pad))
     seeds = resolve_seeds(seeds, batch) if generation_config.do_sample else None
     keep = fields_to_keep(generation_config, return_logprobs)

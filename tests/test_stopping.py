@@ -131,6 +131,17 @@ def test_stop_strings(shipped):
         run(model, ids, 4, tree_config=PLAIN, stop_strings=stop)
 
 
+def test_stop_strings_do_not_see_padding(shipped):
+    """Neither the batch's nor ours: here padding, prompt and first token together are the stop string."""
+    model, tokenizer = shipped
+    prompts = [torch.tensor([20, 21, 22, 23, 24, 25]), torch.tensor([30])]
+    free = run(model, prompts[1:], 4)[1][0]
+    stop = "".join(tokenizer.convert_ids_to_tokens([0, 30, int(free[1])]))
+    options = {"stop_strings": stop, "tokenizer": tokenizer}
+    texts = run(model, prompts, 4, tree_config=PLAIN, **options)[1]
+    assert torch.equal(texts[1], free)
+
+
 def test_max_time_stops_with_the_first_token_behind_it(model, drafter):
     for tree in (PLAIN, TREE):
         output, _ = run(model, PROMPTS, NEW, tree_config=tree, assistant_model=drafter, max_time=0.0)
