@@ -163,10 +163,18 @@ def _watermark(processor, scores: Tensor, nodes: NodeTexts) -> Tensor:
 
 
 def _prefix_constrained(processor, scores: Tensor, nodes: NodeTexts) -> Tensor:
-    """The user's function sees the padded row, as in transformers, and its batch entry."""
+    """The user's function sees the padded row, as in transformers, and its batch entry. Like there, it is never asked
+    about a text that it did not allow itself: of such nodes nothing is accepted."""
     allowed_tokens, copies = processor._prefix_allowed_tokens_fn, processor._num_beams
-    processed = scores.clone()
+    processed, reached = scores.clone(), torch.ones_like(nodes.valid)
     for places, input_ids in nodes.by_columns():
+        parents = nodes.parents[places]
+        chosen = processed[parents, input_ids[:, -1]] > float("-inf")
+        reached[places] = (parents < 0) | (reached[parents] & chosen)
+        inside = reached[places].nonzero()[:, 0]
+        if not len(inside):
+            continue
+        places, input_ids = places[inside], input_ids[inside]
         rows = nodes.rows[places].tolist()
         processor = copy.copy(processor)
         processor._num_beams = 1

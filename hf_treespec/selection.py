@@ -11,7 +11,7 @@ from .sampling import gumbel_noise, perturbed
 from .texts import NodeTexts, Texts
 
 
-# Scores that are worked on at a time: bounds the memory of processors and noise.
+# Scores, or tokens of the texts, that are worked on at a time: bounds the memory of processors and noise.
 CHUNK_ELEMENTS = 2**24
 # What changes the scores `[M, V]` of nodes, given their texts.
 ScoreStep = Callable[[Tensor, NodeTexts], Tensor]
@@ -79,7 +79,7 @@ class TokenSelector:
         nodes = torch.arange(count, device=logits.device).expand(batch, count)
         entries = torch.arange(batch, device=logits.device)
         # Whole rows: a processor with state meets a node's parent before the node.
-        rows = max(1, CHUNK_ELEMENTS // (count * vocab_size))
+        rows = max(1, CHUNK_ELEMENTS // (count * max(vocab_size, fork.max_length)))
         chunks = [
             self.at_nodes(part, NodeTexts(fork, self.texts, part_entries, part_nodes))
             for part, part_entries, part_nodes in zip(logits.split(rows), entries.split(rows), nodes.split(rows))

@@ -89,6 +89,7 @@ class NodeTexts:
 
     def __init__(self, fork: Fork, texts: Texts, entries: Tensor, nodes: Tensor) -> None:
         tree = fork.tree
+        self.tree = tree
         self.texts = texts
         self.entries = entries[:, None].expand_as(nodes).flatten()  # [M]
         self.nodes = nodes.flatten()
@@ -101,6 +102,14 @@ class NodeTexts:
         self.longest = fork.max_length + tree.max_depth + 1
         path = tree.paths[self.entries, self.nodes].clamp(min=0)
         self.path_tokens = tree.tokens[self.entries[:, None], path]  # [M, S + 1]
+
+    @cached_property
+    def parents(self) -> Tensor:
+        """Place of each text's parent among the M, `[M]`; -1 where it is not among them."""
+        places = torch.full_like(self.tree.tokens, -1)
+        places[self.entries, self.nodes] = torch.arange(len(self.nodes), device=places.device)
+        above = places[self.entries, self.tree.parents[self.entries, self.nodes]]
+        return torch.where(self.depths > 0, above, -1)
 
     @cached_property
     def lengths(self) -> Tensor:

@@ -29,6 +29,13 @@ def following(place: int, text) -> list[int]:
     return [token for token in range(1, 97) if (token * 7 + int(text[-1])) % 2]
 
 
+def strictly_following(place: int, text) -> list[int]:
+    """As above, and nothing behind a text that went another way: only possible texts may be asked about."""
+    new = text[-3:].tolist()
+    wrong = any((token * 7 + before) % 2 == 0 for before, token in zip(new, new[1:]) if len(text) > 16)
+    return [] if wrong else following(place, text)
+
+
 ENDS = {"eos_token_id": [3, 11, 29, 47, 60], "pad_token_id": 0}
 PAIRS = [[first, second] for first in range(1, 97) for second in range(first % 3, 97, 3)]
 OPTIONS = {
@@ -49,6 +56,7 @@ OPTIONS = {
     "left hash": {"watermarking_config": WatermarkingConfig(bias=6.0)},
     "self hash": {"watermarking_config": WatermarkingConfig(bias=6.0, seeding_scheme="selfhash", context_width=3)},
     "allowed": {"prefix_allowed_tokens_fn": following},
+    "strictly allowed": {"prefix_allowed_tokens_fn": strictly_following},
     "ignored prompt": {"logits_processor": [RepetitionPenaltyLogitsProcessor(1.8, prompt_ignore_length=13)]},
     "several": {
         "repetition_penalty": 1.2,
@@ -141,7 +149,8 @@ CLASSES = [
     hf.SequenceBiasLogitsProcessor([[pair, 1.5] for pair in PAIRS[:300]]),
     hf.NoBadWordsLogitsProcessor([[8], *PAIRS[:300]]),
     hf.WatermarkLogitsProcessor(97, "cpu", context_width=2),
-    hf.PrefixConstrainedLogitsProcessor(following, 1),
+    # The trees hold tokens up to 16: no node is forbidden.
+    hf.PrefixConstrainedLogitsProcessor(lambda place, text: [*range(17), *following(place, text)], 1),
 ]
 
 
