@@ -15,6 +15,7 @@ _EXPORTS = {
     "attach_head": "heads",
     "load_head": "heads",
     "save_head": "heads",
+    "set_default": "defaults",
 }
 __all__ = sorted(_EXPORTS)
 

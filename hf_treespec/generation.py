@@ -17,23 +17,33 @@ from torch import Tensor
 from transformers import GenerationMixin
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from . import ops
 from .cache import TreeCache
 from .config import HEADS, TreeConfig
+from .defaults import default_of
 from .drafting import RootGenerator, TreeCandidateGenerator
 from .fork import DEFAULT_SPARE
 from .modeling import device_of, disable, enable, is_enabled, unwrap
-from .prefill import left_align, prefill
+from .outputs import Recorder, Stream, ended
+from .prefill import left_align, prefill_once
+from .processors import warpers
 from .reuse import reuse_prefix
+from .sampling import resolve_seeds
+from .selection import DraftNoise
+from .steps import fields_to_keep, make_verifier
+from .stopping import add_stop_strings, token_limit
+from .texts import Texts
 from .validation import (
     check_assistant,
     check_inputs,
     check_options,
+    check_own_options,
+    check_own_prepared,
     check_positions,
     check_prepared,
     option,
     prompt_lookup,
 )
+from .verifying import Verifier
 
 
 logger = logging.getLogger(__name__)
@@ -41,8 +51,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class TreeGenerateOutput(GenerateDecoderOnlyOutput):
-    """`GenerateDecoderOnlyOutput` with `tree_stats`, see [`TreeStats.to_dict`]; `cache` is the `TreeCache`."""
+    """`GenerateDecoderOnlyOutput` with `tree_stats`, see [`TreeStats.to_dict`]; `cache` is the `TreeCache`.
 
+    With `return_logprobs=True`, `logprobs` and `processed_logprobs` `[B, new tokens]` are those of the returned tokens
+    under the model's own logits, and after processors and warpers; 0 behind a row's end.
+    """
+
+    logprobs: Tensor | None = None
+    processed_logprobs: Tensor | None = None
     tree_stats: dict[str, Any] | None = None
 
 
@@ -50,6 +66,7 @@ class TreeGenerateOutput(GenerateDecoderOnlyOutput):
 class TreeStats:
     """Counts of one call, over all rows. Accepted length = emitted tokens / rounds; without the bonus, one less."""
 
+    seeds: list[int] | None = None
     rounds: int = 0
     emitted_tokens: int = 0
     nodes: int = 0
@@ -65,13 +82,14 @@ class TreeStats:
             self.accepted_lengths[length] = self.accepted_lengths.get(length, 0) + 1
 
     def to_dict(self) -> dict[str, Any]:
-        """`rounds`, `emitted_tokens`, `nodes` (verified), `accepted_lengths` (histogram), `time` (seconds by phase, as
-        the host sees them)."""
+        """`rounds`, `emitted_tokens`, `nodes` (verified), `accepted_lengths` (histogram), `seeds` (of each row, where
+        tokens were sampled), `time` (seconds by phase, as the host sees them)."""
         return {
             "rounds": self.rounds,
             "emitted_tokens": self.emitted_tokens,
             "nodes": self.nodes,
             "accepted_lengths": dict(sorted(self.accepted_lengths.items())),
+            "seeds": self.seeds,
             "time": dict(self.time),
         }
 
@@ -99,6 +117,10 @@ def generate(model, *args, **kwargs):
         max_matching_ngram_size (`int`, *optional*, defaults to 2): the longest suffix that prompt lookup matches.
         assistant_confidence_threshold (`float`, *optional*): do not draft below this estimated path probability.
         prefill_chunk_size (`int`, *optional*, defaults to 512): prompt tokens per prefill forward.
+        seeds (`list[int]`, *optional*): one per returned sequence, with `do_sample=True`: a sequence depends on its
+            prompt and seed alone. By default they are drawn from torch's default generator.
+        return_logprobs (`bool`, *optional*): with `return_dict_in_generate=True`, adds `logprobs` and
+            `processed_logprobs` of the returned tokens to the output, at the cost of one number per token.
         cache (`TreeCache`, *optional*): from an earlier call; pass the whole conversation in `input_ids`.
 
     Returns:
@@ -107,18 +129,20 @@ def generate(model, *args, **kwargs):
     Raises:
         ValueError: for whatever tree decoding cannot honour, before any compute.
     """
+    own = {name: kwargs.pop(name, None) for name in ("seeds", "return_logprobs")}
     tree_config = kwargs.pop("tree_config", None)
     if tree_config is None:
+        tree_config = default_of(model, kwargs.get("generation_config", args[1] if len(args) > 1 else None))
+    if tree_config is None:
+        check_own_options(own)
         return type(model).generate(model, *args, **kwargs)
     if os.environ.get("HF_TREESPEC_DISABLE") == "1":
-        logger.warning("HF_TREESPEC_DISABLE=1: `tree_config` and the drafter are dropped, decoding is stock.")
+        logger.warning("HF_TREESPEC_DISABLE=1: `tree_config` and what goes with it are dropped, decoding is stock.")
         for name in ("assistant_model", "prompt_lookup_num_tokens"):
             kwargs.pop(name, None)
         if isinstance(kwargs.get("cache"), TreeCache):
             del kwargs["cache"]
         return type(model).generate(model, *args, **kwargs)
-    if not isinstance(tree_config, TreeConfig):
-        tree_config = TreeConfig.from_dict(tree_config)
     bound = inspect.signature(GenerationMixin.generate).bind(model, *args, **kwargs).arguments
     arguments = {**bound, **bound.get("kwargs", {})}
     for name in ("self", "kwargs"):
@@ -127,6 +151,13 @@ def generate(model, *args, **kwargs):
     for alias in ("past_key_values", "cache_params"):
         if arguments.get(alias) is not None:
             arguments.setdefault("cache", arguments.pop(alias))
+    with ended(arguments.get("streamer")):
+        return _generate(model, arguments, tree_config, **own)
+
+
+def _generate(model, arguments: dict[str, Any], tree_config, seeds, return_logprobs):
+    if not isinstance(tree_config, TreeConfig):
+        tree_config = TreeConfig.from_dict(tree_config)
     input_ids = arguments.get("input_ids", arguments.get("inputs"))
     check_options(model, arguments)
     check_inputs(input_ids, arguments.get("attention_mask"), model.config.vocab_size)
@@ -136,11 +167,20 @@ def generate(model, *args, **kwargs):
     assistant_model = arguments.pop("assistant_model", None)
     check_assistant(model, assistant_model, tree_config)
     drafting = _Drafting(model, arguments, tree_config, assistant_model, ngram_size)
+    add_stop_strings(model, arguments)
+    _unset("stop_strings", arguments, model)
     for name in ("tokenizer", "num_assistant_tokens", "assistant_confidence_threshold", "custom_generate"):
         arguments.pop(name, None)
     # Inference tensors could not be written by a later call outside inference mode; the cache outlives this one.
     with drafting.assistant_enabled(), torch.inference_mode(False), torch.no_grad():
-        return type(model).generate(model, **arguments, custom_generate=partial(decode, drafting=drafting))
+        method = partial(
+            decode,
+            drafting=drafting,
+            seeds=seeds,
+            return_logprobs=return_logprobs,
+            streamer=arguments.get("streamer"),
+        )
+        return type(model).generate(model, **arguments, custom_generate=method)
 
 
 def _unset(name: str, arguments: dict[str, Any], model) -> None:
@@ -251,118 +291,108 @@ def draft_depth(tree_config: TreeConfig, head=None) -> int:
 
 
 def decode(
-    model, input_ids, logits_processor, stopping_criteria, generation_config, drafting: _Drafting, **model_kwargs
+    model,
+    input_ids,
+    logits_processor,
+    stopping_criteria,
+    generation_config,
+    drafting: _Drafting,
+    seeds=None,
+    return_logprobs=None,
+    streamer=None,
+    **model_kwargs,
 ):
-    """The decoding method passed to transformers' `generate`: greedy, all rows ragged.
+    """The decoding method passed to transformers' `generate`: greedy or sampled, all rows ragged.
 
     Every round drafts a tree per unfinished row, verifies all nodes in one forward, accepts the longest path that the
     model itself would have written, and commits it. Rows leave as they finish.
     """
-    check_prepared(logits_processor, stopping_criteria, model_kwargs)
+    check_prepared(logits_processor, model_kwargs)
+    check_own_prepared(seeds, return_logprobs, generation_config)
     # Without a mask transformers makes one, in which every pad token is padding, wherever it stands.
     check_inputs(input_ids, model_kwargs.get("attention_mask"), model.config.vocab_size)
-    check_positions(drafting.assistant_model, generation_config.max_length)
     batch, width = input_ids.shape
+    limit = token_limit(stopping_criteria, width)
+    check_positions(drafting.assistant_model, width + limit)
     depth = draft_depth(drafting.tree_config, drafting.head)
     tokens, lengths = (x.to(device_of(model)) for x in left_align(input_ids, model_kwargs.get("attention_mask")))
     cache = model_kwargs.get("cache")
     if not isinstance(cache, TreeCache):
         spare = max(DEFAULT_SPARE, depth + 1)
         cache = TreeCache(model.config, batch, spare, tokens.device, drafting.head_layers)
+    pad = generation_config._pad_token_tensor
+    texts = Texts(input_ids.to(tokens.device), width - lengths, limit, pad=0 if pad is None else int(pad))
+    seeds = resolve_seeds(seeds, batch) if generation_config.do_sample else None
+    keep = fields_to_keep(generation_config, return_logprobs)
+    verifier = make_verifier(texts, logits_processor, stopping_criteria, seeds, keep)
+    recorder, stream = Recorder(texts, keep), Stream(streamer, texts)
     with cache.claimed(model):
         # Made before the cache is touched: it may refuse the assistant.
-        generator = drafting.generator(cache, generation_config._eos_token_tensor)
+        generator = drafting.generator(cache, verifier.end)
+        if seeds is not None:
+            generator.noise = DraftNoise(warpers(logits_processor), seeds, cache)
         reuse_prefix(cache, model.config, tokens, lengths, depth + 1, drafting.head_layers)
-        stats = TreeStats()
-        end, pad = generation_config._eos_token_tensor, generation_config._pad_token_tensor
-        limit = generation_config.max_length - width
+        stats = TreeStats(seeds=None if seeds is None else seeds.tolist())
         with generator.attached():
             with stats.timed("prefill"):
-                prefill(model, cache, tokens, lengths - 1, drafting.chunk_size, generator)
-                generator.begin(tokens, lengths - 1)
-            new_tokens = decode_rows(model, cache, tokens, lengths, generator, depth, limit, end, pad, stats)
-    if drafting.head is not None:
+                copies = generation_config.num_return_sequences
+                prefill_once(model, cache, tokens, lengths - 1, drafting.chunk_size, generator, copies)
+            roots = tokens.gather(1, lengths[:, None] - 1)[:, 0]
+            decode_rows(model, cache, texts, roots, generator, depth, verifier, stats, recorder, stream)
+    # Drafts of a hot sample are rightly rejected: that says nothing about the head.
+    if drafting.head is not None and seeds is None:
         from .heads import count_acceptance
 
         count_acceptance(model, stats.rounds, stats.emitted_tokens - stats.rounds, depth)
-    sequences = torch.cat([input_ids, new_tokens.to(input_ids.device)], 1)
+    sequences = texts.sequences(texts.complete).to(input_ids.device)
     if generation_config.return_dict_in_generate:
-        return TreeGenerateOutput(sequences=sequences, cache=cache, tree_stats=stats.to_dict())
+        return TreeGenerateOutput(sequences=sequences, cache=cache, tree_stats=stats.to_dict(), **recorder.fields())
     return sequences
 
 
 def decode_rows(
     model,
     cache: TreeCache,
-    tokens: Tensor,
-    lengths: Tensor,
+    texts: Texts,
+    roots: Tensor,
     generator: TreeCandidateGenerator,
     depth: int,
-    limit: int,
-    end: Tensor | None,
-    pad: Tensor | None,
+    verifier: Verifier,
     stats: TreeStats,
-) -> Tensor:
-    """The rounds, until every row has `limit` new tokens or met one of `end`.
-
-    Args:
-        tokens, lengths: prompts `[B, P]`, left-aligned, and their lengths; all but the last token is in the cache.
-
-    Returns:
-        The new tokens of all rows, padded with `pad`, `[B, longest]`.
-    """
-    batch, device = len(tokens), tokens.device
-    # One column more than can be written takes what rows do not emit.
-    output = torch.full((batch, limit + 1), 0 if pad is None else int(pad), device=device)
-    roots = tokens.gather(1, lengths[:, None] - 1)[:, 0]
-    live, counts = torch.arange(batch, device=device), torch.zeros(batch, dtype=torch.long, device=device)
-    # On the host: the rows still decoding, and tokens written per row.
-    live_rows, written = list(range(batch)), [0] * batch
-    while live_rows:
-        rows = None if len(live_rows) == batch else live
+    recorder: Recorder | None = None,
+    stream: Stream | None = None,
+) -> None:
+    """The rounds, until every row of `texts` has stopped; `roots` `[R]` are the last prompt tokens, the first not in
+    the cache."""
+    while True:
+        rows = texts.rows
         with stats.timed("draft"):
-            deepest = limit - min(written[row] for row in live_rows) - 1
-            remaining = limit - counts[live]
-            tree = generator.propose(rows, roots, min(depth, deepest), remaining - 1)
+            remaining = texts.limit - texts.counts[texts.live]
+            tree = generator.propose(rows, roots, min(depth, texts.most_remaining - 1), remaining - 1)
         with cache.fork(tree, rows) as fork:
             with stats.timed("verify"):
-                predicted = model(**fork.model_inputs()).logits.argmax(-1)
+                logits = model(**fork.model_inputs()).logits
             with stats.timed("accept"):
-                path, accepted = ops.accept(tree.tokens, tree.paths, tree.valid, predicted)
-                emitted = predicted.gather(1, path.clamp(min=0))  # [B, S + 1]
-                accepted, finished = _stop(emitted, accepted, remaining, end)
+                verifier.selector.begin(fork)
+                verdict = verifier(logits, fork, remaining)
+                verifier.selector.commit(fork, verdict.path, verdict.accepted)
+                accepted, emitted = verdict.accepted, verdict.emitted
             with stats.timed("refresh"):
-                generator.read(fork, path, accepted, emitted)
-                fork.refresh(path, accepted)
+                generator.read(fork, verdict.path, accepted, emitted)
+                fork.refresh(verdict.path, accepted)
         with stats.timed("accept"):
-            column = torch.arange(emitted.shape[1], device=device)
-            place = torch.where(column < accepted[:, None], counts[live][:, None] + column, limit)
-            output[live[:, None], place] = emitted
-            counts = counts.index_add(0, live, accepted)
+            if recorder is not None:
+                recorder.add(verdict)
+            texts.append(emitted, accepted)
             roots = emitted.gather(1, accepted[:, None] - 1)[:, 0]
-            on_host, done, nodes = torch.stack([accepted, finished.long(), tree.valid.sum(1)]).tolist()
-        stats.count(live_rows, on_host, nodes)
-        for row, count in zip(live_rows, on_host):
-            written[row] += count
-        if all(done):
-            break
+            on_host, finished, nodes = torch.stack([accepted, verdict.finished.long(), tree.valid.sum(1)]).tolist()
+        stats.count(texts.live_rows, on_host, nodes)
+        kept = texts.leave(on_host, finished)
+        if stream is not None:
+            stream.send()
+        if not texts.live_rows:
+            return
         with stats.timed("draft"):
-            generator.update(path, accepted, predicted)
-        if any(done):
-            kept = [place for place, end_of_row in enumerate(done) if not end_of_row]
-            live_rows = [live_rows[place] for place in kept]
-            live, roots = live[kept], roots[kept]
-    return output[:, : max(written)]
-
-
-def _stop(emitted: Tensor, accepted: Tensor, remaining: Tensor, end: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Cuts accepted lengths `[B]` behind the first end-of-sequence token and at the row's limit; who is finished."""
-    accepted = torch.minimum(accepted, remaining)
-    finished = accepted == remaining
-    if end is not None:
-        columns = torch.arange(emitted.shape[1], device=emitted.device)
-        ends = (emitted[..., None] == end.to(emitted.device)).any(-1) & (columns < accepted[:, None])
-        first = torch.where(ends, columns, emitted.shape[1]).amin(1) + 1
-        finished = finished | ends.any(1)
-        accepted = torch.minimum(accepted, first)
-    return accepted, finished
+            generator.update(verdict.path, accepted, verdict.selection.tokens)
+        if kept is not None:
+            roots = roots[kept]

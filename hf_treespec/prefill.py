@@ -44,3 +44,23 @@ def prefill(model, cache, tokens: Tensor, lengths: Tensor, chunk_size: int | Non
             if generator is not None:
                 generator.read(fork, path, counts, prompts.gather(1, (columns + 1).clamp(max=tokens.shape[1] - 1)))
             fork.refresh(path, counts)
+
+
+def prefill_once(
+    model, cache, tokens: Tensor, lengths: Tensor, chunk_size: int | None, generator, copies: int
+) -> None:
+    """`prefill` and the generator's `begin`, where every prompt stands in `copies` rows in a row: it is read once.
+
+    Args:
+        tokens, lengths: as in `prefill`, of all rows.
+        generator (`TreeCandidateGenerator`): reads along.
+    """
+    rows = torch.arange(len(tokens), device=tokens.device)
+    first = rows - rows % copies
+    # What is not longer than the cache is not read.
+    once = lengths if copies == 1 else torch.where(rows == first, lengths, 0)
+    prefill(model, cache, tokens, once, chunk_size, generator)
+    generator.begin(tokens, once)
+    if copies > 1:
+        cache.batch_select_indices(first)
+        generator.select_rows(first)

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation import logits_process as hf
 
 from .cache import TreeCache
 from .config import HEADS, MAX_DEPTH, TreeConfig
@@ -12,15 +12,15 @@ from .config import HEADS, MAX_DEPTH, TreeConfig
 
 _LATER = "it is not supported together with `tree_config` yet; drop one of the two"
 _GREEDY = "tree decoding follows one greedy path per row; drop it, or drop `tree_config`"
+_SECOND_PROMPT = "guidance runs the model on a second prompt; drop it, or drop `tree_config`"
+_FORWARD = "a round computes drafts too; run the model's forward over the returned `sequences` instead"
 _OWN_CACHE = "tree decoding brings its own `TreeCache`; drop it"
 # Option -> (values that are allowed beside None, what to do about others).
-_REFUSED = {
-    "do_sample": ((False,), _LATER),
+REFUSED = {
     "num_beams": ((1,), _GREEDY),
-    "num_return_sequences": ((1,), _LATER),
     "penalty_alpha": ((), _GREEDY),
     "dola_layers": ((), _GREEDY),
-    "guidance_scale": ((1, 1.0), _LATER),
+    "guidance_scale": ((1, 1.0), _SECOND_PROMPT),
     "constraints": ((), _GREEDY),
     "force_words_ids": ((), _GREEDY),
     "use_cache": ((True,), "tree decoding needs its cache; drop it"),
@@ -28,18 +28,10 @@ _REFUSED = {
     "use_mtp": ((False,), _LATER),
     "speculation_type": ((), _LATER),
     "assistant_early_exit": ((), _LATER),
-    "stop_strings": ((), _LATER),
-    "max_time": ((), _LATER),
     "token_healing": ((False,), _LATER),
-    "output_scores": ((False,), _LATER),
-    "output_logits": ((False,), _LATER),
-    "output_attentions": ((False,), _LATER),
-    "output_hidden_states": ((False,), _LATER),
-    "streamer": ((), _LATER),
-    "logits_processor": (([],), _LATER),
-    "stopping_criteria": (([],), _LATER),
-    "prefix_allowed_tokens_fn": ((), _LATER),
-    "negative_prompt_ids": ((), _LATER),
+    "output_attentions": ((False,), _FORWARD),
+    "output_hidden_states": ((False,), _FORWARD),
+    "negative_prompt_ids": ((), _SECOND_PROMPT),
     "synced_gpus": ((False,), _LATER),
     "custom_generate": ((), "tree decoding is a generation method of its own; drop it"),
     "inputs_embeds": ((), "trees are drafted from token ids; pass `input_ids`"),
@@ -58,7 +50,7 @@ def option(name: str, arguments: dict[str, Any], *configs: Any) -> Any:
 def check_options(model, arguments: dict[str, Any]) -> None:
     """Raises a `ValueError` for the first option of a call that tree decoding cannot honour."""
     configs = (arguments.get("generation_config"), model.generation_config)
-    for name, (allowed, advice) in _REFUSED.items():
+    for name, (allowed, advice) in REFUSED.items():
         value = option(name, arguments, *configs)
         if value is not None and not any(value is other or value == other for other in allowed):
             expected = ", ".join(f"`{other}`" for other in (None, *allowed))
@@ -106,26 +98,51 @@ def check_inputs(input_ids: Any, attention_mask: Any, vocab_size: int) -> None:
         )
 
 
+def check_own_options(options: dict[str, Any]) -> None:
+    """Raises for an option of ours in a call that decodes without trees."""
+    for name, value in options.items():
+        if value is not None and value is not False:
+            raise ValueError(
+                f"`{name}` is `{value}`, but without `tree_config` it does nothing; pass `tree_config` too."
+            )
+
+
+def check_own_prepared(seeds: Any, return_logprobs: Any, generation_config) -> None:
+    """Raises for options of ours that the generation config of the call leaves nothing to do."""
+    if seeds is not None and not generation_config.do_sample:
+        raise ValueError(f"`seeds` is `{seeds}`, but `do_sample` is False; set `do_sample=True` or drop `seeds`.")
+    if return_logprobs not in (None, False, True):
+        raise ValueError(f"`return_logprobs` is `{return_logprobs}`; it must be True or False.")
+    if return_logprobs and not generation_config.return_dict_in_generate:
+        raise ValueError("`return_logprobs` is True, which needs `return_dict_in_generate=True` too.")
+
+
+# Processors of transformers that need more than a text model's scores: another model's outputs or a second forward.
+FOREIGN_PROCESSORS = {
+    hf.UnbatchedClassifierFreeGuidanceLogitsProcessor: "runs the model on a second prompt",
+    hf.ClassifierFreeGuidanceLogitsProcessor: "needs a batch with a second prompt per row",
+    hf.DiaClassifierFreeGuidanceLogitsProcessor: "needs a batch with a second prompt per row",
+    hf.DiaEOSChannelFilterLogitsProcessor: "is made for audio codebooks",
+    hf.DiaEOSDelayPatternLogitsProcessor: "is made for audio codebooks",
+    hf.WhisperTimeStampLogitsProcessor: "is made for speech recognition",
+    hf.WhisperNoSpeechDetection: "is made for speech recognition",
+}
+
+
 # What transformers itself hands to a decoding method; everything else is a model's own argument.
 _KNOWN_INPUTS = {"attention_mask", "position_ids", "cache", "use_cache", "logits_to_keep"}
 
 
-def check_prepared(logits_processor, stopping_criteria, model_kwargs: dict[str, Any]) -> None:
-    """Raises for processors and criteria that transformers made from the generation config, and for arguments of the
-    model's forward that tree decoding would not pass on."""
+def check_prepared(logits_processor, model_kwargs: dict[str, Any]) -> None:
+    """Raises for processors of other models, and for arguments of the model's forward that are not passed on."""
     extra = sorted(name for name, value in model_kwargs.items() if value is not None and name not in _KNOWN_INPUTS)
     if extra:
         raise ValueError(f"Model arguments {extra} are not passed on by tree decoding; drop them, or `tree_config`.")
-    if logits_processor:
-        names = [type(processor).__name__ for processor in logits_processor]
-        raise ValueError(f"Logits processors {names} are not supported together with `tree_config` yet; unset them.")
-    unknown = [
-        type(criterion).__name__
-        for criterion in stopping_criteria
-        if not isinstance(criterion, (MaxLengthCriteria, EosTokenCriteria))
-    ]
-    if unknown:
-        raise ValueError(f"Stopping criteria {unknown} are not supported together with `tree_config` yet; unset them.")
+    for processor in logits_processor:
+        if type(processor) in FOREIGN_PROCESSORS:
+            reason = FOREIGN_PROCESSORS[type(processor)]
+            name = type(processor).__name__
+            raise ValueError(f"`{name}` in `logits_processor` {reason}; drop it, or `tree_config`.")
 
 
 # Drafters that take no assistant -> what they draft with.

@@ -1,5 +1,7 @@
 """Random trees, rounds on a `TreeCache`, and the comparison of what comes out of them and of what stays in the cache."""
 
+from types import SimpleNamespace
+
 import torch
 from oracle import TOLERANCE, assert_greedy, assert_logits, oracle_last_logits
 from torch import Tensor
@@ -135,3 +137,11 @@ def assert_decodes_on(model, cache: TreeCache, texts, steps: int = 9) -> None:
     """With another token behind `texts`, the cache goes on to the oracle's text."""
     texts = [torch.cat([text, text[:1] % 96 + 1]) for text in texts]
     assert_greedy(model, decode(model, cache, texts, steps), [len(text) for text in texts])
+
+
+def fake_fork(tree: TokenTree, prefixes: list[Tensor]):
+    """What the processors of a round look at, without a cache: `tree` behind the committed `prefixes`."""
+    lengths = torch.tensor([len(prefix) for prefix in prefixes])
+    tokens = torch.nn.utils.rnn.pad_sequence(prefixes, batch_first=True)
+    cache = SimpleNamespace(token_ids=tokens, lengths=lengths)
+    return SimpleNamespace(tree=tree, rows=None, lengths=lengths, max_length=int(lengths.max()), cache=cache)

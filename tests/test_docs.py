@@ -1,5 +1,6 @@
 """The documents say what the code does: examples run, the worked example's numbers and the documented names hold."""
 
+import inspect
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -7,16 +8,20 @@ from pathlib import Path
 import pytest
 import torch
 from oracle import build_model, tiny_config
+from transformers import GenerationConfig, GenerationMixin
+from transformers.generation import logits_process
 
 import hf_treespec
 from hf_treespec import TokenTree, TreeCache, TreeConfig
 from hf_treespec.ops import TreeGeometry
 from hf_treespec.prefill import prefill
+from hf_treespec.validation import REFUSED
 
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+OPTIONS = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
 HOW = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
 
 
@@ -90,7 +95,28 @@ def test_readme_lists_the_options():
     assert f"| `budget` | {TreeConfig().budget} |" in table
 
 
-@pytest.mark.parametrize("text", [README, HOW], ids=["README.md", "how-it-works.md"])
+def test_every_processor_and_refused_option_is_documented():
+    named = set(re.findall(r"`(\w+)", OPTIONS))
+    known = {cls.__name__ for cls in vars(logits_process).values() if _is_processor(cls)}
+    assert known - named == set()
+    # How drafts are chosen is told in the README.
+    drafting = {"prompt_lookup_num_tokens", "use_mtp", "speculation_type"}
+    assert set(REFUSED) - drafting - named == set()
+    # What is named exists in transformers or here.
+    own = {"seeds", "return_logprobs", "tree_config", "logprobs", "processed_logprobs", "row_independent"}
+    options = set(vars(GenerationConfig())) | set(inspect.signature(GenerationMixin.generate).parameters) | own
+    options |= {"input_ids", "attention_mask", "inputs_embeds", "position_ids", "cache", "assistant_tokenizer"}
+    for row in re.findall(r"^\| (`[a-z].*?) \|", OPTIONS, re.MULTILINE):
+        for name in re.findall(r"`([a-z]\w*)`", row):
+            assert name in options | {"tokenizer", "stopping_criteria"}, name
+
+
+def _is_processor(cls) -> bool:
+    base = logits_process.LogitsProcessor
+    return isinstance(cls, type) and issubclass(cls, base) and cls is not base
+
+
+@pytest.mark.parametrize("text", [README, HOW, OPTIONS], ids=["README.md", "how-it-works.md", "options.md"])
 def test_documented_names_exist(text):
     for name in re.findall(r"hf_treespec\.(\w+)\b(?!/)", text):
         assert hasattr(hf_treespec, name) or (ROOT / "hf_treespec" / name).is_dir(), name

@@ -14,6 +14,9 @@ import hf_treespec
 from hf_treespec import TokenTree, TreeCache, TreeConfig
 from hf_treespec.drafting import TreeCandidateGenerator
 from hf_treespec.generation import TreeStats, decode_rows
+from hf_treespec.selection import TokenSelector
+from hf_treespec.texts import Texts
+from hf_treespec.verifying import Verifier
 
 
 @pytest.fixture(scope="module")
@@ -134,11 +137,13 @@ class Clairvoyant(TreeCandidateGenerator):
 def test_the_loop_stops_every_row_where_it_must(model, prompts, plain, end, limit):
     lengths = torch.tensor([len(text) for text in prompts])
     cache, stats = filled_cache(model, [text[:-1] for text in prompts]), TreeStats()
-    tokens = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
+    tokens = left_pad(prompts)["input_ids"]
+    texts = Texts(tokens, tokens.shape[1] - lengths, limit, pad=96)
     drafter = Clairvoyant(plain, (lengths - 1).tolist())
     ends = None if end is None else torch.tensor(end)
     with torch.no_grad():
-        new = decode_rows(model, cache, tokens, lengths, drafter, 6, limit, ends, torch.tensor(96), stats)
+        decode_rows(model, cache, texts, tokens[:, -1], drafter, 6, Verifier(TokenSelector(texts), ends), stats)
+    new = texts.output[:, : texts.complete]
     expected = []
     for prompt, text in zip(prompts, plain):
         row = text[len(prompt) :][:limit].tolist()
@@ -215,7 +220,7 @@ def test_output_fields_and_stats(model, drafter, prompts):
     assert isinstance(output.cache, TreeCache) and output.scores is None
     assert output.cache.lengths.tolist() == [len(text) + 19 for text in prompts]
     stats = output.tree_stats
-    assert set(stats) == {"rounds", "emitted_tokens", "nodes", "accepted_lengths", "time"}
+    assert set(stats) == {"rounds", "emitted_tokens", "nodes", "accepted_lengths", "seeds", "time"}
     assert stats["emitted_tokens"] == 20 * 4
     assert stats["rounds"] == sum(stats["accepted_lengths"].values())
     assert stats["emitted_tokens"] == sum(length * times for length, times in stats["accepted_lengths"].items())

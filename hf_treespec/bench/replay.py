@@ -17,7 +17,10 @@ from ..drafting.head import HeadTreeGenerator
 from ..generation import TreeStats, decode_rows, draft_depth
 from ..heads import DraftHead, StreamTaps
 from ..prefill import prefill
+from ..selection import TokenSelector
+from ..texts import Texts
 from ..tree import TokenTree
+from ..verifying import Verifier
 
 
 @dataclass
@@ -156,8 +159,10 @@ def replay(
     target = _RecordedTarget(recording, model.config.vocab_size, streams or [], taps)
     end = model.generation_config.eos_token_id
     end = None if end is None else torch.tensor([end] if isinstance(end, int) else end)
-    tokens, lengths, limit = recording.tokens, recording.prompt_lengths, recording.max_new_tokens
+    tokens, lengths = recording.tokens, recording.prompt_lengths
     prefill(target, cache, tokens, lengths - 1, generator=generator)
     generator.begin(tokens, lengths - 1)
-    decode_rows(target, cache, tokens, lengths, generator, depth, limit, end, None, stats)
+    texts = Texts(tokens, torch.zeros_like(lengths), recording.max_new_tokens)
+    roots = tokens.gather(1, lengths[:, None] - 1)[:, 0]
+    decode_rows(target, cache, texts, roots, generator, depth, Verifier(TokenSelector(texts), end), stats)
     return stats

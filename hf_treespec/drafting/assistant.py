@@ -51,6 +51,9 @@ class AssistantTreeGenerator(LevelTreeGenerator):
     def begin(self, tokens: Tensor, lengths: Tensor) -> None:
         prefill(self.model, self.cache, tokens.to(self.device), lengths.to(self.device), self.chunk_size)
 
+    def select_rows(self, indices: Tensor) -> None:
+        self.cache.batch_select_indices(indices.to(self.device))
+
     def propose(self, rows: Tensor | None, roots: Tensor, depth: int, limits: Tensor | None = None) -> TokenTree:
         self._round = ExitStack()
         if depth == 0:

@@ -1,5 +1,6 @@
 """`TreeCandidateGenerator`: the verbs of a drafter."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
@@ -10,7 +11,14 @@ from ..tree import TokenTree
 
 
 class TreeCandidateGenerator(CandidateGenerator):
-    """Drafts token trees for all rows of one `generate` call. All of its state lives for that call."""
+    """Drafts token trees for all rows of one `generate` call. All of its state lives for that call.
+
+    Where the target samples, `noise(logits, rows, level)` gives draft logits `[B, M, V]` at nodes `level` levels below
+    the roots of `rows` `[B]` the target's own noise. It is drawn for the text's positions, so a draft that agrees with
+    the target draws the same token.
+    """
+
+    noise: Callable[[Tensor, Tensor, int], Tensor] | None = None
 
     def attached(self) -> AbstractContextManager:
         """The context in which the target runs for this drafter: whatever it needs to see is hooked here."""
@@ -18,6 +26,9 @@ class TreeCandidateGenerator(CandidateGenerator):
 
     def begin(self, tokens: Tensor, lengths: Tensor) -> None:
         """Takes in the committed context: `tokens` `[rows, P]`, of which the first `lengths` `[rows]` are real."""
+
+    def select_rows(self, indices: Tensor) -> None:
+        """After `begin`: row r goes on as a copy of row `indices[r]`. (The target's cache is taken care of.)"""
 
     def read(self, fork: Fork, path: Tensor, path_lengths: Tensor, following: Tensor) -> None:
         """Sees what the target's open round is about to commit, in prefill and in decoding.

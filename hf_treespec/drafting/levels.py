@@ -76,6 +76,8 @@ class LevelTreeGenerator(TreeCandidateGenerator):
         return self._fork.start or self._fork.tree.tokens.shape[1] - 1
 
     def _add_candidates(self, logits: Tensor, valid: Tensor) -> None:
+        if self.noise is not None:
+            logits = self.noise(logits, self._rows, self._pool.levels)
         probabilities, tokens = logits.float().softmax(-1).topk(self.top_k, dim=-1)
         probabilities = self._survival(probabilities)
         acceptance = self.calibration.estimate(self._rows, probabilities) * valid[..., None]

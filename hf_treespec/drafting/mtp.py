@@ -38,6 +38,11 @@ class MTPTreeGenerator(HeadTreeGenerator):
         self.streams = self.streams.index_copy(0, rows.to(self.head.device), last)
         self.has_streams = self.has_streams.index_fill(0, rows, True)
 
+    def select_rows(self, indices: Tensor) -> None:
+        self.has_streams = self.has_streams[indices]
+        if self.streams is not None:
+            self.streams = self.streams[indices.to(self.head.device)]
+
     def propose(self, rows: Tensor | None, roots: Tensor, depth: int, limits: Tensor | None = None) -> TokenTree:
         self._pool = None
         if depth == 0 or self.streams is None:

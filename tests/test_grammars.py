@@ -1,0 +1,91 @@
+"""JSON schemas by xgrammar (not needed otherwise): valid, and the text of plain decoding."""
+
+import json
+from importlib.resources import files
+
+import pytest
+import torch
+from decoding import run
+from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList
+
+import hf_treespec
+
+
+xgrammar = pytest.importorskip("xgrammar")
+from xgrammar.contrib import hf  # noqa: E402
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "sizes": {"type": "array", "maxItems": 2}},
+    "required": ["name", "sizes"],
+}
+SCHEMA["properties"]["sizes"]["items"] = {"type": "integer", "minimum": 0, "maximum": 99}
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    folder = files("hf_treespec") / "checkpoints"
+    target, draft = (
+        AutoModelForCausalLM.from_pretrained(folder / name).eval() for name in ("tiny-target", "tiny-draft")
+    )
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tiny-target")
+    return hf_treespec.enable(target), draft, tokenizer
+
+
+@pytest.fixture(scope="module")
+def grammar(shipped):
+    model, _, tokenizer = shipped
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=model.config.vocab_size)
+    return xgrammar.GrammarCompiler(info).compile_json_schema(json.dumps(SCHEMA), any_whitespace=False)
+
+
+class Undeclared(LogitsProcessor):
+    """The same processor under another name: nothing is known about it."""
+
+    def __init__(self, grammar) -> None:
+        self.inner = hf.LogitsProcessor(grammar)
+
+    def __call__(self, input_ids, scores):
+        return self.inner(input_ids, scores)
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "seeds": list(range(8))}], ids=["greedy", "sampled"])
+def test_json(shipped, grammar, options):
+    """A batch of 8 whose rows leave at different times: plainly, with trees, and in lockstep."""
+    model, draft, tokenizer = shipped
+    ids = [tokenizer(f"Write the {n} as JSON:", return_tensors="pt")["input_ids"][0] for n in "abcdefgh"]
+    options = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0, "top_k": 0, **options}
+    outputs = {
+        name: run(
+            model,
+            ids,
+            50,
+            tree_config=tree,
+            assistant_model=draft,
+            logits_processor=LogitsProcessorList([kind(grammar)]),
+            **options,
+        )
+        for name, kind, tree in (
+            ("plain", hf.LogitsProcessor, {"budget": 1}),
+            ("tree", hf.LogitsProcessor, {"budget": 8}),
+            ("lockstep", Undeclared, {"budget": 1}),
+        )
+    }
+    assert torch.equal(outputs["tree"][0].sequences, outputs["plain"][0].sequences)
+    assert torch.equal(outputs["lockstep"][0].sequences, outputs["plain"][0].sequences)
+    ended = 0
+    for prompt, text in zip(ids, outputs["tree"][1]):
+        new = text[len(prompt) :].tolist()
+        if tokenizer.eos_token_id in new:
+            value = json.loads(tokenizer.decode(new[: new.index(tokenizer.eos_token_id)]))
+            assert set(value) >= {"name", "sizes"} and all(0 <= size <= 99 for size in value["sizes"])
+            ended += 1
+    assert ended >= 6
+
+
+def test_the_number_of_grammars(shipped, grammar):
+    model, _, tokenizer = shipped
+    processor = LogitsProcessorList([hf.LogitsProcessor([grammar] * 2)])
+    with pytest.raises(ValueError, match="2 grammars.*3 sequences"):
+        run(model, [torch.tensor([5, 6])] * 3, 2, tree_config={"budget": 1}, logits_processor=processor)
