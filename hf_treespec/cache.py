@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from . import ops
 from .fork import DEFAULT_SPARE, CommitPlan, Fork, ForkableCache
 
 
@@ -103,6 +102,7 @@ class TreeCache(ForkableCache):
             the old length needs, and `crop` is exact that far back.
         device: device of `lengths` and `token_ids`. Layer state is allocated where the layer runs.
         head_layers (`int`, defaults to 0): window rings of a draft head, behind the model's layers.
+        backend (`str`, defaults to `"auto"`): what runs the operations, see [`TreeConfig`].
     """
 
     def __init__(
@@ -112,10 +112,12 @@ class TreeCache(ForkableCache):
         spare: int = DEFAULT_SPARE,
         device: torch.device | str | None = None,
         head_layers: int = 0,
+        backend: str = "auto",
     ) -> None:
         layer_types = [*config.layer_types, *["sliding_attention"] * head_layers]
         super().__init__([TreeCacheLayer(config, layer_type) for layer_type in layer_types], rows, spare, device)
         self.head_layers = head_layers
+        self.backend = backend
         self.shape = _shape(config)
 
     def fits(self, config) -> bool:
@@ -151,14 +153,13 @@ class TreeCache(ForkableCache):
             if fork.scratch(layer_idx, "window") is None:
                 continue
             device = layer.window.device
-            target, source = plan.ring(layer.window.shape[1], device)
-            ops.scatter_path(layer.window, fork.scratch(layer_idx, "window"), target, source)
+            writes = [(layer.window, fork.scratch(layer_idx, "window"), *plan.ring(layer.window.shape[1], device))]
             for name, state in layer.streams.items():
-                target, source = plan.ring(state.ring.shape[1], device)
-                ops.scatter_path(state.ring, fork.scratch(layer_idx, name), target, source)
+                writes.append((state.ring, fork.scratch(layer_idx, name), *plan.ring(state.ring.shape[1], device)))
                 target, source = plan.entries(state.ratio, state.entries.shape[1], device)
                 if len(source):
-                    ops.scatter_path(state.entries, fork.scratch(layer_idx, f"{name}.entries"), target, source)
+                    writes.append((state.entries, fork.scratch(layer_idx, f"{name}.entries"), target, source))
+            plan.write(writes, device)
 
     def attention_mask(self, fork: Fork) -> dict[str, None]:
         """A mask dict without a mask: swapped attention needs none, and the model skips building its own."""

@@ -1,0 +1,56 @@
+"""Which implementation runs an operation: the torch reference, or the Triton kernel of the same name."""
+
+import functools
+import importlib.util
+import inspect
+import os
+from collections.abc import Callable
+
+import torch
+
+
+def resolve_backend(backend: str, device: torch.device) -> str:
+    """`"torch"` or `"triton"` for a `TreeConfig.backend` on `device`.
+
+    Raises:
+        ValueError: if the kernels are asked for where they cannot run.
+    """
+    if backend == "torch":
+        return "torch"
+    installed = _triton_installed()
+    if backend == "auto":
+        return "triton" if installed and device.type == "cuda" and torch.version.hip is None else "torch"
+    if not installed:
+        raise ValueError("`backend='triton'` needs Triton: `pip install 'hf-treespec[triton]'`, or use `'auto'`.")
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            f"`backend='triton'` needs a CUDA device, and the model is on '{device.type}'; use `'auto'` or `'torch'` "
+            "(or set `TRITON_INTERPRET=1` to test the kernels slowly anywhere)."
+        )
+    return "triton"
+
+
+@functools.cache
+def _triton_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def kernel(name: str) -> Callable:
+    """The Triton implementation of an operation. Importing it is what needs Triton."""
+    import treespec_kernels
+
+    return getattr(treespec_kernels, name)
+
+
+def with_kernel(reference: Callable) -> Callable:
+    """Makes `reference`, a function of a `TreeGeometry`, call its kernel where the geometry's backend is Triton."""
+    place = list(inspect.signature(reference).parameters).index("geometry")
+
+    @functools.wraps(reference)
+    def operation(*args, **kwargs):
+        geometry = kwargs["geometry"] if "geometry" in kwargs else args[place]
+        if geometry.backend == "triton":
+            return kernel(reference.__name__)(*args, **kwargs)
+        return reference(*args, **kwargs)
+
+    return operation
