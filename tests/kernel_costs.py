@@ -99,6 +99,17 @@ def costs(heads: int, dtype: torch.dtype):
     yield f"{name}, window", lambda: csa.tree_attention(csa.geometry("triton"), compressed=False)
 
 
+def one_node():
+    """Plain decoding of one row: integers that are 1 are compiled in."""
+    shape = Shape(heads=128, dtype=torch.bfloat16, **WIDTHS)
+    round_ = Round(shape, [5003], TokenTree.chain(torch.ones(1, 1, dtype=torch.long)), 4, 2)
+    geometry = round_.geometry("triton")
+    yield "1 node", lambda: round_.compress(geometry)
+    yield "1 node", lambda: round_.tree_attention(geometry, round_.index_topk(geometry, 512))
+    tree = geometry.tree
+    yield "1 node", lambda: ops.kernel("accept")(tree.tokens, tree.paths, tree.valid, tree.tokens)
+
+
 def small(dtype: torch.dtype):
     """Launches that do not depend on the number of heads."""
     tree = tree_of(2, 8)
@@ -117,7 +128,7 @@ def main(capabilities: list[int]) -> None:
         triton.runtime.driver.set_active(AbsentGPU(capability))
         groups = [costs(64, torch.bfloat16), small(torch.bfloat16)]
         if capability == 90:
-            groups += [costs(128, torch.bfloat16), costs(64, torch.float32)]
+            groups += [one_node(), costs(64, torch.float32)]
         for label, run in (item for group in groups for item in group):
             for cost in launches(label, run):
                 sys.stdout.write(json.dumps({"capability": capability, **cost}) + "\n")

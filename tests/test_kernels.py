@@ -7,6 +7,7 @@ from rounds import random_tree
 from torch import Tensor
 
 from hf_treespec import TokenTree, ops
+from hf_treespec.bench import gpu_check
 from hf_treespec.bench.layers import Round, Shape
 
 
@@ -140,14 +141,8 @@ def test_later_levels_of_a_round(device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype, device):
     """Within the rounding of inputs and results of the fp32 reference on the same numbers."""
-    exact, half = (
-        Round(Shape(device=device, dtype=kind), [45, 14], make_tree("deep", 2, 9), 4, 2)
-        for kind in (torch.float32, dtype)
-    )
-    for name, value in vars(half).items():
-        if isinstance(value, Tensor) and value.dtype == dtype:
-            setattr(exact, name, value.float())
-    exact.norm = (half.norm[0].float(), half.norm[1])
+    half = Round(Shape(device=device, dtype=dtype), [45, 14], make_tree("deep", 2, 9), 4, 2)
+    exact = gpu_check.in_fp32(half)
     ulp = torch.finfo(dtype).eps
     kernel, reference = half.compress(half.geometry("triton")), exact.compress(exact.geometry("torch"))
     closing = half.geometry("torch").new_closers(4) >= 0
@@ -157,6 +152,32 @@ def test_half_precision(dtype, device):
     reference = exact.tree_attention(exact.geometry("torch"))
     assert kernel.dtype == dtype
     assert_close("tree_attention", half.real_nodes(kernel), exact.real_nodes(reference), ulp)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_widths_of_the_real_model(dtype, device):
+    """64 heads over one 512-wide KV head, 64 indexer heads x 128, window 128, top-k 512."""
+    widths = {"heads": 64, "head_dim": 512, "rotated": 64, "window": 128, "index_heads": 64, "index_dim": 128}
+    for lengths, ratio, halves, topk in (([126], 128, 1, None), ([2301, 130], 4, 2, 512)):
+        half = Round(
+            Shape(device=device, dtype=dtype, **widths), lengths, make_tree("deep", len(lengths), 3), ratio, halves
+        )
+        exact = gpu_check.in_fp32(half)
+        selected = None if topk is None else exact.index_topk(exact.geometry("torch"), topk)
+        kernel = half.tree_attention(half.geometry("triton"), selected)
+        reference = exact.tree_attention(exact.geometry("torch"), selected)
+        limit = gpu_check.LIMITS[dtype]
+        assert_close("tree_attention", half.real_nodes(kernel), half.real_nodes(reference), limit)
+        closing = half.geometry("torch").new_closers(ratio) >= 0
+        assert closing.any()
+        kernel, reference = half.compress(half.geometry("triton")), exact.compress(exact.geometry("torch"))
+        assert_close("compress", kernel[closing], reference[closing], limit)
+        if topk is not None:
+            use_integers(half)
+            kernel, reference = both(half, lambda geometry: half.index_topk(geometry, topk))
+            assert torch.equal(half.real_nodes(kernel), half.real_nodes(reference))
 
 
 @pytest.mark.parametrize("device", DEVICES)

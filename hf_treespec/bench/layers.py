@@ -38,7 +38,7 @@ class Round:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        shape, rng = self.shape, torch.Generator().manual_seed(self.seed)
+        shape, rng = self.shape, torch.Generator(self.shape.device).manual_seed(self.seed)
         batch, count = self.tree.tokens.shape
         queries, span = count - self.start, self.halves * self.ratio
         physical = batch if self.rows is None else max(self.rows) + 1
@@ -46,10 +46,10 @@ class Round:
         capacity = (max(self.lengths) + count) // self.ratio + 1
 
         def normal(*size: int) -> Tensor:
-            return torch.randn(size, generator=rng).to(shape.device, shape.dtype)
+            return torch.randn(size, generator=rng, device=shape.device).to(shape.dtype)
 
-        angles = torch.randn(batch, count, shape.rotated // 2, generator=rng)
-        self.angle = torch.polar(torch.ones_like(angles), angles).to(shape.device)
+        angles = torch.randn(batch, count, shape.rotated // 2, generator=rng, device=shape.device)
+        self.angle = torch.polar(torch.ones_like(angles), angles)
         self.query = normal(batch, queries, shape.heads, shape.head_dim)
         self.node_kv = normal(batch, count, shape.head_dim)
         self.ring = normal(physical, shape.window + shape.spare, shape.head_dim)

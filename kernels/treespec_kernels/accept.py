@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .layout import on_its_device
+
 
 @triton.jit
 def _accept(
@@ -49,6 +51,7 @@ def _(tokens: Tensor, paths: Tensor, valid: Tensor, predicted: Tensor) -> tuple[
     return paths.new_empty(len(paths), paths.shape[2]), paths.new_empty(len(paths))
 
 
+@on_its_device
 def accept(tokens: Tensor, paths: Tensor, valid: Tensor, predicted: Tensor) -> tuple[Tensor, Tensor]:
     """See `hf_treespec.ops.accept`. The whole batch in one launch, without a host sync."""
     return _accept_op(*(tensor.contiguous() for tensor in (tokens, paths, valid, predicted)))

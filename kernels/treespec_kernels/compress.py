@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .layout import as_supported, check_width, layout_of, physical_row, real_pairs, rotate_pairs
+from .layout import as_supported, check_width, layout_of, on_its_device, physical_row, real_pairs, rotate_pairs
 
 
 @triton.jit
@@ -134,6 +134,7 @@ def _(ring, nodes, position_bias, weight, epsilon, angle, closers, lengths, rows
     return nodes.new_empty(*closers.shape, weight.shape[0])
 
 
+@on_its_device
 def compress(ring: Tensor, nodes: Tensor, position_bias: Tensor, norm, angle: Tensor, geometry) -> Tensor:
     """See `hf_treespec.ops.compress`. Sums in fp32 whatever the dtype is; places without a closer are zero."""
     layout, (weight, epsilon) = layout_of(geometry), norm

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .layout import as_supported, check_width, entry_pointers, layout_of, most_entries, physical_row
+from .layout import as_supported, check_width, entry_pointers, layout_of, most_entries, on_its_device, physical_row
 
 
 # Elements of the score buffer; query nodes are taken in slices that stay below it.
@@ -245,6 +245,7 @@ def _(
     return lengths.new_empty(*query.shape[:2], width)
 
 
+@on_its_device
 def index_topk(
     query: Tensor, weights: Tensor, entries: Tensor, own_entries: Tensor, topk: int, ratio: int, geometry
 ) -> Tensor:

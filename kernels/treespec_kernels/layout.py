@@ -1,5 +1,7 @@
 """What all kernels share: the tensors that describe a round, where an entry lies, and rules of launching."""
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +45,17 @@ def check_width(name: str, width: int) -> None:
         raise ValueError(
             f"`{name}` is {width}; the Triton kernels need a power of two of at least 16. Use `backend='torch'`."
         )
+
+
+def on_its_device(operation: Callable) -> Callable:
+    """Launches on the device of the first tensor, whichever is current: layers may lie on several."""
+
+    @functools.wraps(operation)
+    def launch(first: Tensor, *args, **kwargs):
+        with torch.cuda.device_of(first):
+            return operation(first, *args, **kwargs)
+
+    return launch
 
 
 def interpreted() -> bool:

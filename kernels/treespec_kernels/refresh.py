@@ -51,4 +51,5 @@ def scatter_paths(writes: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]]) -> No
     if writes:
         states, scratches, targets, sources = zip(*writes)
         contiguous = ([tensor.contiguous() for tensor in tensors] for tensors in (scratches, targets, sources))
-        _scatter_op(states, *contiguous)
+        with torch.cuda.device_of(states[0]):
+            _scatter_op(states, *contiguous)

@@ -15,6 +15,7 @@ from .layout import (
     entry_pointers,
     layout_of,
     most_entries,
+    on_its_device,
     physical_row,
     real_pairs,
     rotate_pairs,
@@ -316,6 +317,7 @@ def _(query, *args) -> Tensor:
     return torch.empty_like(query)
 
 
+@on_its_device
 def tree_attention(
     query: Tensor,
     node_kv: Tensor,
