@@ -12,6 +12,7 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as stock
 
 from . import ops
 from .cache import TreeCache
+from .streams import TreeDecoderLayer, TreeHyperConnection
 
 
 class TreeAttention(stock.DeepseekV4Attention):
@@ -127,6 +128,8 @@ SWAPPED = {
     stock.DeepseekV4HCACompressor: TreeHCACompressor,
     stock.DeepseekV4CSACompressor: TreeCSACompressor,
     stock.DeepseekV4Indexer: TreeIndexer,
+    stock.DeepseekV4HyperConnection: TreeHyperConnection,
+    stock.DeepseekV4DecoderLayer: TreeDecoderLayer,
 }
 for _stock_class, _tree_class in SWAPPED.items():
     # Device maps and wrap policies match classes by this name; pickle uses `__qualname__`, which stays ours.

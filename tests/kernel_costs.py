@@ -119,6 +119,11 @@ def small(dtype: torch.dtype):
     states = [torch.zeros(2, 160, width, dtype=dtype) for width in widths]
     writes = [(state, torch.zeros(2, 8, state.shape[2], dtype=dtype), places, places) for state in states]
     yield "CSA layer", lambda: ops.kernel("scatter_paths")(writes)
+    streams = torch.zeros(2, 8, 4, 4096, dtype=dtype)
+    weights = (torch.zeros(24, 4 * 4096), torch.zeros(24), torch.zeros(3))
+    post, comb = torch.zeros(2, 8, 4), torch.zeros(2, 8, 4, 4)
+    yield "4 streams", lambda: ops.kernel("hyper_connection")(streams, *weights, 1e-6, 1e-6, 20)
+    yield "4 streams", lambda: ops.kernel("mix_streams")(post, comb, streams[:, :, 0], streams)
 
 
 def main(capabilities: list[int]) -> None:

@@ -15,8 +15,11 @@ SHARED_LIMITS = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 REGISTERS = {
     "_accept": 48,
     "_attend": 232,
+    "_collapse": 96,
     "_compress": 144,
     "_merge": 48,
+    "_mix": 64,
+    "_project": 168,
     "_scatter": 32,
     "_score": 144,
     "_select": 80,

@@ -92,6 +92,8 @@ def check(device: str, widths: dict, nodes: int, lengths: list[int], heavy: int)
             setattr(round_, name, getattr(round_, name).round().clamp(-1, 1))
         chosen = [round_.index_topk(round_.geometry(backend), 8) for backend in ("triton", "torch")]
         yield row("index_topk, integers (entries)", dtype, float((chosen[0] != chosen[1]).sum()), 0)
+        for name, error in check_streams(device, dtype, 64 if device == "cpu" else 4096):
+            yield row(name, dtype, error, limit)
     tokens = tree.tokens.to(device)
     arguments = (tokens, tree.paths.to(device), tree.valid.to(device), tokens.roll(-1, 1))
     accepted = [
@@ -103,6 +105,24 @@ def check(device: str, widths: dict, nodes: int, lengths: list[int], heavy: int)
     ops.kernel("scatter_paths")([(states[0], round_.node_kv, target, source)])
     ops.scatter_path(states[1], round_.node_kv, target, source)
     yield row("scatter_paths", round_.ring.dtype, float((states[0] != states[1]).sum()), 0)
+
+
+def check_streams(device: str, dtype: torch.dtype, width: int) -> Iterator[tuple[str, float]]:
+    """Name and error of the operations on residual streams."""
+    rng = torch.Generator(device).manual_seed(0)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=rng, device=device)
+
+    streams, output = normal(2, 3, 4, width).to(dtype), normal(2, 3, width).to(dtype)
+    parameters = normal(24, 4 * width) * (4 * width) ** -0.5, normal(24), normal(3)
+    kernel, exact = (
+        ops.hyper_connection(x, *parameters, 1e-6, 1e-6, 20, backend)
+        for x, backend in ((streams, "triton"), (streams.float(), "torch"))
+    )
+    yield "hyper_connection", max(map(relative_error, kernel, exact))
+    mixed = ops.mix_streams(*exact[:2], output, streams, "triton")
+    yield "mix_streams", relative_error(mixed, ops.mix_streams(*exact[:2], output.float(), streams.float()))
 
 
 def milliseconds(run: Callable[[], object], device: str, repeats: int) -> float:

@@ -4,6 +4,7 @@ from .accept import accept
 from .backend import kernel, resolve_backend
 from .compress import compress
 from .geometry import TreeGeometry
+from .hyper_connection import hyper_connection, mix_streams
 from .index_topk import index_topk
 from .refresh import scatter_path
 from .rotary import rotate_
@@ -14,8 +15,10 @@ __all__ = [
     "TreeGeometry",
     "accept",
     "compress",
+    "hyper_connection",
     "index_topk",
     "kernel",
+    "mix_streams",
     "resolve_backend",
     "rotate_",
     "scatter_path",

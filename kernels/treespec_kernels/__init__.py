@@ -6,9 +6,18 @@ around it, the batch or the chunk. They run on CUDA devices, and anywhere in Tri
 
 from .accept import accept
 from .compress import compress
+from .hyper_connection import hyper_connection, mix_streams
 from .index_topk import index_topk
 from .refresh import scatter_paths
 from .tree_attention import tree_attention
 
 
-__all__ = ["accept", "compress", "index_topk", "scatter_paths", "tree_attention"]
+__all__ = [
+    "accept",
+    "compress",
+    "hyper_connection",
+    "index_topk",
+    "mix_streams",
+    "scatter_paths",
+    "tree_attention",
+]
