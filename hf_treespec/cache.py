@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from . import ops
 from .fork import DEFAULT_SPARE, CommitPlan, Fork, ForkableCache
 
 
@@ -118,7 +119,13 @@ class TreeCache(ForkableCache):
         super().__init__([TreeCacheLayer(config, layer_type) for layer_type in layer_types], rows, spare, device)
         self.head_layers = head_layers
         self.backend = backend
+        self._kernels_fit = ops.kernels_fit(config)
         self.shape = _shape(config)
+
+    def backend_on(self, device: torch.device) -> str:
+        # "auto" never takes kernels that would refuse the model's widths.
+        automatic = self.backend == "auto" and not self._kernels_fit
+        return "torch" if automatic else super().backend_on(device)
 
     def fits(self, config) -> bool:
         """Whether this cache was made for a model of this shape."""

@@ -60,8 +60,8 @@ class Fork:
             paths = None if tree.is_chain else tree.paths.to(device)
             tree = TokenTree(tree.tokens.to(device), paths, tree.valid.to(device))
             rows = None if rows is None else rows.to(device)
-        backend = ops.resolve_backend(self.cache.backend, device)
-        return ops.TreeGeometry(tree, rows, self.lengths.to(device), self.max_length, self.start, closers, backend)
+        lengths, backend = self.lengths.to(device), self.cache.backend_on(device)
+        return ops.TreeGeometry(tree, rows, lengths, self.max_length, self.start, closers, backend)
 
     def model_inputs(self) -> dict:
         """Keyword arguments of the model's forward for the query nodes."""
@@ -130,7 +130,7 @@ class CommitPlan:
         self._memo: dict = {}
 
     def _on_kernels(self, device: torch.device) -> bool:
-        return ops.resolve_backend(self._fork.cache.backend, device) == "triton"
+        return self._fork.cache.backend_on(device) == "triton"
 
     def write(self, writes: list[tuple[Tensor, Tensor, Tensor, Tensor]], device: torch.device) -> None:
         """Writes of `ops.scatter_path` to state on one device, in this order; kernels make one launch of them."""
@@ -268,6 +268,10 @@ class ForkableCache(Cache):
         if self._fork is None:
             raise RuntimeError("This cache has no open fork: run the model inside `with cache.fork(tree):`.")
         return self._fork
+
+    def backend_on(self, device: torch.device) -> str:
+        """What runs the operations of layers on `device`, `"torch"` or `"triton"`."""
+        return ops.resolve_backend(self.backend, device)
 
     def close(self, fork: Fork) -> None:
         """Ends a round. What it computed and did not commit is gone."""

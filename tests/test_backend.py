@@ -8,9 +8,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from oracle import generator, left_pad, random_texts
+from oracle import build_model, generator, left_pad, random_texts, tiny_config
 from rounds import append, assert_same_state, filled_cache, random_path, random_tree, run_round
 
+import hf_treespec
 from hf_treespec import TreeCache, ops
 from hf_treespec.ops import backend
 from hf_treespec.prefill import prefill
@@ -22,7 +23,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 def test_auto_takes_kernels_on_cuda_only(monkeypatch):
     assert ops.resolve_backend("auto", CPU) == ops.resolve_backend("torch", CUDA) == "torch"
     assert ops.resolve_backend("auto", CUDA) == ops.resolve_backend("triton", CUDA) == "triton"
-    monkeypatch.setattr(backend, "_triton_installed", lambda: False)
+    monkeypatch.setattr(backend, "_kernels_installed", lambda: False)
     assert ops.resolve_backend("auto", CUDA) == "torch"
     with pytest.raises(ValueError, match=r"pip install 'hf-treespec\[triton\]'"):
         ops.resolve_backend("triton", CUDA)
@@ -35,6 +36,18 @@ def test_kernels_asked_for_without_a_device(monkeypatch, model):
     with patch.object(model, "forward", side_effect=AssertionError("computed")):
         with pytest.raises(ValueError, match="needs a CUDA device"):
             model.generate(torch.tensor([[1, 2]]), tree_config={"budget": 1, "backend": "triton"})
+
+
+@pytest.mark.parametrize("width", [{"head_dim": 24}, {"index_head_dim": 8}, {"hc_mult": 3}])
+def test_widths_that_kernels_refuse(width):
+    config = tiny_config(**width)
+    assert TreeCache(config, 1).backend_on(CUDA) == "torch"
+    assert TreeCache(tiny_config(), 1).backend_on(CUDA) == "triton"
+    (name,) = width
+    with pytest.raises(ValueError, match=rf"`{name}` \({width[name]}\).*powers of two"):
+        hf_treespec.enable(build_model(config)).generate(
+            torch.tensor([[1, 2]]), tree_config={"budget": 1, "backend": "triton"}, max_new_tokens=1
+        )
 
 
 def test_the_package_runs_without_triton():

@@ -1,7 +1,7 @@
 """The operations of a round: functions of tensors and a `TreeGeometry`, in plain torch and as Triton kernels."""
 
 from .accept import accept
-from .backend import kernel, resolve_backend
+from .backend import kernel, kernels_fit, resolve_backend
 from .compress import compress
 from .geometry import TreeGeometry
 from .hyper_connection import hyper_connection, mix_streams
@@ -18,6 +18,7 @@ __all__ = [
     "hyper_connection",
     "index_topk",
     "kernel",
+    "kernels_fit",
     "mix_streams",
     "resolve_backend",
     "rotate_",

@@ -17,7 +17,7 @@ def resolve_backend(backend: str, device: torch.device) -> str:
     """
     if backend == "torch":
         return "torch"
-    installed = _triton_installed()
+    installed = _kernels_installed()
     if backend == "auto":
         return "triton" if installed and device.type == "cuda" and torch.version.hip is None else "torch"
     if not installed:
@@ -31,8 +31,16 @@ def resolve_backend(backend: str, device: torch.device) -> str:
 
 
 @functools.cache
-def _triton_installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _kernels_installed() -> bool:
+    return all(importlib.util.find_spec(name) is not None for name in ("triton", "treespec_kernels"))
+
+
+def kernels_fit(config) -> bool:
+    """Whether tiles can be as wide as the heads and streams of a `DeepseekV4Config`: powers of two."""
+    heads = (config.head_dim, config.index_head_dim)
+    return all(width >= 16 and not width & (width - 1) for width in heads) and not config.hc_mult & (
+        config.hc_mult - 1
+    )
 
 
 def kernel(name: str) -> Callable:
