@@ -22,7 +22,7 @@ def _project(
     output = tl.arange(0, BLOCK_OUTPUTS)
     projected = tl.zeros([BLOCK_OUTPUTS], tl.float32)
     squares = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, SLICE, BLOCK):
+    for start in range(0, tl.minimum(SLICE, channels - part * SLICE), BLOCK):
         channel = part * SLICE + start + tl.arange(0, BLOCK)
         inside = channel < channels
         value = tl.load(streams + token * channels + channel, mask=inside, other=0.0).to(tl.float32)
