@@ -12,6 +12,7 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as stock
 
 from . import ops
 from .cache import TreeCache
+from .streams import TreeDecoderLayer, TreeHyperConnection
 
 
 class TreeAttention(stock.DeepseekV4Attention):
@@ -26,7 +27,7 @@ class TreeAttention(stock.DeepseekV4Attention):
         geometry = cache.open_fork.geometry(hidden_states.device)
         rope = position_embeddings[self.rope_layer_type]
         angle = geometry.memo(("angle", self.rope_layer_type), lambda: _angle(rope))  # [B, Q, R / 2]
-        inverse = geometry.memo(("inverse", self.rope_layer_type), lambda: angle.conj().resolve_conj()[:, :, None])
+        inverse = geometry.memo(("inverse", self.rope_layer_type), lambda: angle.conj().resolve_conj())
 
         q_residual = self.q_a_norm(self.q_a_proj(hidden_states))
         query = self.q_b_norm(self.q_b_proj(q_residual).view(batch, count, -1, self.head_dim))
@@ -40,9 +41,8 @@ class TreeAttention(stock.DeepseekV4Attention):
             state = cache.layers[self.layer_idx].streams["compressor"]
             compressed = {"ratio": state.ratio, "entries": state.entries, "own_entries": own, "selected": selected}
         output = ops.tree_attention(
-            query, node_kv, ring, self.sinks, self.sliding_window, self.scaling, geometry, **compressed
+            query, node_kv, ring, self.sinks, self.sliding_window, self.scaling, inverse, geometry, **compressed
         )
-        output = ops.rotate_(output, inverse)
         grouped = self.o_a_proj(output.reshape(batch, count, self.config.o_groups, -1)).flatten(2)
         return self.o_b_proj(grouped), None
 
@@ -115,8 +115,10 @@ class TreeIndexer(stock.DeepseekV4Indexer):
             lambda: _angle(self.rotary_emb(hidden_states, position_ids, layer_type=self.rope_layer_type)),
         )
         query = self.q_b_proj(q_residual).view(batch, count, -1, self.head_dim)
-        query = ops.rotate_(query, angle[:, :, None]).float() * self.scorer.softmax_scale
-        weights = self.scorer.weights_proj(hidden_states).float() * self.scorer.weights_scaling
+        query = ops.rotate_(query, angle[:, :, None])
+        # Positive, so both scales may go here; a query in bf16 stays one.
+        scale = self.scorer.softmax_scale * self.scorer.weights_scaling
+        weights = self.scorer.weights_proj(hidden_states).float() * scale
         entries = cache.layers[layer_idx].streams["indexer"].entries
         return ops.index_topk(query, weights, entries, own, self.index_topk, self.compress_rate, geometry)
 
@@ -126,6 +128,8 @@ SWAPPED = {
     stock.DeepseekV4HCACompressor: TreeHCACompressor,
     stock.DeepseekV4CSACompressor: TreeCSACompressor,
     stock.DeepseekV4Indexer: TreeIndexer,
+    stock.DeepseekV4HyperConnection: TreeHyperConnection,
+    stock.DeepseekV4DecoderLayer: TreeDecoderLayer,
 }
 for _stock_class, _tree_class in SWAPPED.items():
     # Device maps and wrap policies match classes by this name; pickle uses `__qualname__`, which stays ours.

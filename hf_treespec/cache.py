@@ -103,6 +103,7 @@ class TreeCache(ForkableCache):
             the old length needs, and `crop` is exact that far back.
         device: device of `lengths` and `token_ids`. Layer state is allocated where the layer runs.
         head_layers (`int`, defaults to 0): window rings of a draft head, behind the model's layers.
+        backend (`str`, defaults to `"auto"`): what runs the operations, see [`TreeConfig`].
     """
 
     def __init__(
@@ -112,11 +113,19 @@ class TreeCache(ForkableCache):
         spare: int = DEFAULT_SPARE,
         device: torch.device | str | None = None,
         head_layers: int = 0,
+        backend: str = "auto",
     ) -> None:
         layer_types = [*config.layer_types, *["sliding_attention"] * head_layers]
         super().__init__([TreeCacheLayer(config, layer_type) for layer_type in layer_types], rows, spare, device)
         self.head_layers = head_layers
+        self.backend = backend
+        self._kernels_fit = ops.kernels_fit(config)
         self.shape = _shape(config)
+
+    def backend_on(self, device: torch.device) -> str:
+        # "auto" never takes kernels that would refuse the model's widths.
+        automatic = self.backend == "auto" and not self._kernels_fit
+        return "torch" if automatic else super().backend_on(device)
 
     def fits(self, config) -> bool:
         """Whether this cache was made for a model of this shape."""
@@ -151,14 +160,13 @@ class TreeCache(ForkableCache):
             if fork.scratch(layer_idx, "window") is None:
                 continue
             device = layer.window.device
-            target, source = plan.ring(layer.window.shape[1], device)
-            ops.scatter_path(layer.window, fork.scratch(layer_idx, "window"), target, source)
+            writes = [(layer.window, fork.scratch(layer_idx, "window"), *plan.ring(layer.window.shape[1], device))]
             for name, state in layer.streams.items():
-                target, source = plan.ring(state.ring.shape[1], device)
-                ops.scatter_path(state.ring, fork.scratch(layer_idx, name), target, source)
+                writes.append((state.ring, fork.scratch(layer_idx, name), *plan.ring(state.ring.shape[1], device)))
                 target, source = plan.entries(state.ratio, state.entries.shape[1], device)
                 if len(source):
-                    ops.scatter_path(state.entries, fork.scratch(layer_idx, f"{name}.entries"), target, source)
+                    writes.append((state.entries, fork.scratch(layer_idx, f"{name}.entries"), target, source))
+            plan.write(writes, device)
 
     def attention_mask(self, fork: Fork) -> dict[str, None]:
         """A mask dict without a mask: swapped attention needs none, and the model skips building its own."""

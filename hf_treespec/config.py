@@ -8,7 +8,7 @@ from typing import Any
 
 
 CONFIG_NAME = "tree_config.json"
-BACKENDS = ("auto", "torch")
+BACKENDS = ("auto", "torch", "triton")
 HEADS = ("mtp", "dspark")
 DRAFTERS = ("auto", "assistant", *HEADS, "ngram")
 MAX_BUDGET = 256
@@ -33,7 +33,8 @@ class TreeConfig:
             model's checkpoint, `"ngram"` looks up what followed earlier occurrences of the last tokens, without a
             model; `"auto"` takes the assistant where there is one, else the head that is there.
         backend (`str`, defaults to `"auto"`):
-            Implementation of the operations, one of `"auto"` and `"torch"`.
+            Implementation of the operations: `"torch"`, or `"triton"`, kernels that need a CUDA device. `"auto"` takes
+            the kernels on CUDA devices where Triton is installed, else torch.
 
     Raises:
         ValueError: for an unknown key or a value outside its range.

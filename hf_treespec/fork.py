@@ -60,7 +60,8 @@ class Fork:
             paths = None if tree.is_chain else tree.paths.to(device)
             tree = TokenTree(tree.tokens.to(device), paths, tree.valid.to(device))
             rows = None if rows is None else rows.to(device)
-        return ops.TreeGeometry(tree, rows, self.lengths.to(device), self.max_length, self.start, closers)
+        lengths, backend = self.lengths.to(device), self.cache.backend_on(device)
+        return ops.TreeGeometry(tree, rows, lengths, self.max_length, self.start, closers, backend)
 
     def model_inputs(self) -> dict:
         """Keyword arguments of the model's forward for the query nodes."""
@@ -92,42 +93,67 @@ class Fork:
         """
         cache, rows = self.cache, self.rows
         all_rows = torch.arange(len(path), device=path.device) if rows is None else rows
-        depth = torch.arange(path.shape[1], device=path.device)
         end = self.lengths + path_lengths
         overwrites = path.shape[1] > cache.spare
         # Raised before anything is written: rewinding stays exact for whatever the rings may hold by then.
         cache.written = cache.written.scatter_reduce(0, all_rows, end, "amax")
         cache.length_bound += path.shape[1]
         cache.usable = cache.usable and not overwrites
-        batch, column = (depth < path_lengths[:, None]).nonzero(as_tuple=True)
-        node, position = path[batch, column], self.lengths[batch] + column
-        target = all_rows[batch] * cache.token_ids.shape[1] + position
-        ops.scatter_path(cache.token_ids, self.tree.tokens, target, batch * self.tree.tokens.shape[1] + node)
-        cache.commit(self, CommitPlan(self, all_rows, batch, node, position, end, path, path_lengths))
+        plan = CommitPlan(self, all_rows, path, path_lengths)
+        tokens = cache.token_ids
+        plan.write([(tokens, self.tree.tokens, *plan.ring(tokens.shape[1], tokens.device))], tokens.device)
+        cache.commit(self, plan)
         cache.lengths = cache.lengths.index_add(0, all_rows, path_lengths)
         cache.usable = True
         cache.close(self)
 
 
 class CommitPlan:
-    """Which scratch rows go to which slots, as flat indices, once per ring size, ratio and device."""
+    """Which scratch rows go to which slots, as flat indices, once per ring size, ratio and device.
 
-    def __init__(self, fork: Fork, rows, batch, node, position, end, path, path_lengths) -> None:
+    Where kernels write, all places of the path are listed, those that are not accepted with target -1: the shapes are
+    fixed and the host waits for nothing.
+    """
+
+    def __init__(self, fork: Fork, rows: Tensor, path: Tensor, path_lengths: Tensor) -> None:
         self._fork = fork
-        self._flat = (rows[batch], batch, node, position)
-        # Of a chunk longer than the ring only the last positions are written, each slot once.
-        self._age = end[batch] - position
         self._rows, self._path, self._path_lengths = rows, path, path_lengths
+        depth = torch.arange(path.shape[1], device=path.device)
+        if self._on_kernels(path.device):
+            batch = torch.arange(len(path), device=path.device)[:, None].expand(path.shape).flatten()
+            column = depth.repeat(len(path))
+        else:
+            batch, column = (depth < path_lengths[:, None]).nonzero(as_tuple=True)
+        self._flat = (rows[batch], batch, path[batch, column], fork.lengths[batch] + column)
+        # Distance to the new end; 0 and below is behind it.
+        self._age = path_lengths[batch] - column
         self._memo: dict = {}
+
+    def _on_kernels(self, device: torch.device) -> bool:
+        return self._fork.cache.backend_on(device) == "triton"
+
+    def write(self, writes: list[tuple[Tensor, Tensor, Tensor, Tensor]], device: torch.device) -> None:
+        """Writes of `ops.scatter_path` to state on one device, in this order; kernels make one launch of them."""
+        if self._on_kernels(device):
+            ops.kernel("scatter_paths")(writes)
+        else:
+            for state, scratch, target, source in writes:
+                ops.scatter_path(state, scratch, target, source)
 
     def ring(self, size: int, device: torch.device):
         if (size, device) not in self._memo:
             row, batch, node, position = self._flat
-            if self._path.shape[1] > size:
-                kept = (self._age <= size).nonzero()[:, 0]
+            # Of a chunk longer than the ring only the last positions are written, each slot once.
+            inside = (self._age > 0) & (self._age <= size)
+            listed = self._on_kernels(self._path.device)
+            skipped = listed and self._on_kernels(device)
+            if not skipped and (listed or self._path.shape[1] > size):
+                kept = inside.nonzero()[:, 0]
                 row, batch, node, position = (index[kept] for index in self._flat)
             target = row * size + position % size
-            source = batch * self._fork.tree.tokens.shape[1] + node
+            if skipped:
+                target = torch.where(inside, target, -1)
+            source = batch * self._fork.tree.tokens.shape[1] + node.clamp(min=0)
             self._memo[size, device] = target.to(device), source.to(device)
         return self._memo[size, device]
 
@@ -140,10 +166,12 @@ class CommitPlan:
             depths = geometry.tree.depths.gather(1, closers.clamp(min=0))
             inside = (depths < lengths[:, None]) & (closers >= 0)
             accepted = inside & (path.gather(1, depths.clamp(max=path.shape[1] - 1)) == closers)
-            batch, rank = accepted.nonzero(as_tuple=True)
-            entry = geometry.entry_numbers(ratio)[batch, rank]
-            target = self._rows.to(device)[batch] * capacity + entry
-            self._memo[key] = target, batch * closers.shape[1] + rank
+            target = self._rows.to(device)[:, None] * capacity + geometry.entry_numbers(ratio)
+            source = torch.arange(closers.numel(), device=device)
+            if self._on_kernels(device):
+                self._memo[key] = torch.where(accepted, target, -1).flatten(), source
+            else:
+                self._memo[key] = target[accepted], source[accepted.flatten()]
         return self._memo[key]
 
 
@@ -156,6 +184,7 @@ class ForkableCache(Cache):
         lengths (`torch.LongTensor` of shape `[rows]`): committed tokens of each row.
         written (`torch.LongTensor` of shape `[rows]`): highest position a row's rings may ever have held, plus 1.
         token_ids (`torch.LongTensor` of shape `[rows, capacity]`): the committed tokens.
+        backend (`str`): what runs the operations, of `TreeConfig`; may change between rounds.
     """
 
     def __init__(self, layers: list, rows: int, spare: int, device: torch.device | str | None) -> None:
@@ -168,6 +197,7 @@ class ForkableCache(Cache):
         self.token_ids = torch.zeros(rows, self.capacity, dtype=torch.long, device=device)
         self.length_bound = 0
         self.usable = True
+        self.backend = "torch"
         self._fork: Fork | None = None
         self._claim: object | None = None
         self._model: weakref.ref | None = None
@@ -238,6 +268,10 @@ class ForkableCache(Cache):
         if self._fork is None:
             raise RuntimeError("This cache has no open fork: run the model inside `with cache.fork(tree):`.")
         return self._fork
+
+    def backend_on(self, device: torch.device) -> str:
+        """What runs the operations of layers on `device`, `"torch"` or `"triton"`."""
+        return ops.resolve_backend(self.backend, device)
 
     def close(self, fork: Fork) -> None:
         """Ends a round. What it computed and did not commit is gone."""

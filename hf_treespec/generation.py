@@ -327,6 +327,7 @@ def decode(
     verifier = make_verifier(texts, logits_processor, stopping_criteria, seeds, keep)
     recorder, stream = Recorder(texts, keep), Stream(streamer, texts)
     with cache.claimed(model):
+        cache.backend = drafting.tree_config.backend
         # Made before the cache is touched: it may refuse the assistant.
         generator = drafting.generator(cache, verifier.end)
         if seeds is not None:

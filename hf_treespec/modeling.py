@@ -24,6 +24,8 @@ _CALLS = {
     "DeepseekV4HCACompressor": ("hidden_states", "q_residual", "position_ids", "cache", "layer_idx"),
     "DeepseekV4CSACompressor": ("hidden_states", "q_residual", "position_ids", "cache", "layer_idx"),
     "DeepseekV4Indexer": ("hidden_states", "q_residual", "position_ids", "cache", "layer_idx"),
+    "DeepseekV4HyperConnection": ("hidden_streams",),
+    "DeepseekV4DecoderLayer": ("hidden_states", "input_ids"),
 }
 
 

@@ -8,6 +8,8 @@ from transformers.generation import logits_process as hf
 
 from .cache import TreeCache
 from .config import HEADS, MAX_DEPTH, TreeConfig
+from .modeling import device_of
+from .ops import kernels_fit, resolve_backend
 
 
 _LATER = "it is not supported together with `tree_config` yet; drop one of the two"
@@ -191,7 +193,14 @@ def prompt_lookup(tree_config: TreeConfig, arguments: dict[str, Any], *configs: 
 
 
 def check_assistant(model, assistant_model, tree_config: TreeConfig) -> None:
-    """Raises unless the assistant that the config needs is there and fits the target."""
+    """Raises unless the backend and the assistant that the config needs are there and fit the target."""
+    resolve_backend(tree_config.backend, device_of(model))
+    if tree_config.backend == "triton" and not kernels_fit(model.config):
+        raise ValueError(
+            f"`backend='triton'` needs a `head_dim` ({model.config.head_dim}), `index_head_dim` "
+            f"({model.config.index_head_dim}) and `hc_mult` ({model.config.hc_mult}) that are powers of two, the first "
+            "two at least 16; use `'auto'` or `'torch'`."
+        )
     if tree_config.budget == 1 and tree_config.drafter == "auto":
         return
     if tree_config.drafter in _OWN_DRAFTS and assistant_model is not None:

@@ -45,7 +45,8 @@ class Verifier:
         """The outcome of the open round, given its nodes' `logits` `[B, N, V]` and what rows may still write, `[B]`."""
         tree = fork.tree
         selection = self.selector(logits, fork)
-        path, accepted = ops.accept(tree.tokens, tree.paths, tree.valid, selection.tokens)
+        backend = fork.cache.backend_on(tree.tokens.device)
+        path, accepted = ops.accept(tree.tokens, tree.paths, tree.valid, selection.tokens, backend)
         emitted = selection.tokens.gather(1, path.clamp(min=0))  # [B, S + 1]
         accepted, finished = self._stop(fork, path, emitted, accepted, remaining)
         return Verdict(selection, path, emitted, accepted, finished)

@@ -16,7 +16,7 @@ import hf_treespec
 
 
 ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "hf_treespec"
+PACKAGE, KERNELS = ROOT / "hf_treespec", ROOT / "kernels"
 IGNORED = shutil.ignore_patterns("__pycache__", "*.egg-info")
 
 
@@ -30,7 +30,8 @@ def run_python(code: str, **kwargs) -> str:
 def wheel(tmp_path_factory) -> zipfile.ZipFile:
     """Built from a copy, so that nothing is left in the repository."""
     source = tmp_path_factory.mktemp("source")
-    shutil.copytree(PACKAGE, source / "hf_treespec", ignore=IGNORED)
+    for package in (PACKAGE, KERNELS):
+        shutil.copytree(package, source / package.name, ignore=IGNORED)
     for name in ("pyproject.toml", "setup.cfg", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     nested = source / "hf_treespec" / "checkpoints" / "probe" / "nested"
@@ -43,16 +44,41 @@ def wheel(tmp_path_factory) -> zipfile.ZipFile:
 
 def test_wheel_holds_modules_and_data(wheel):
     expected = {
-        path.relative_to(ROOT).as_posix()
-        for path in PACKAGE.rglob("*")
+        path.relative_to(root).as_posix()
+        for root, package in ((ROOT, PACKAGE), (KERNELS, KERNELS / "treespec_kernels"))
+        for path in package.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
     names = set(wheel.namelist())
     assert expected | {"hf_treespec/checkpoints/probe/nested/file.bin"} <= names
     assert {name.split("/")[0] for name in names} == {
         "hf_treespec",
+        "treespec_kernels",
         f"hf_treespec-{hf_treespec.__version__}.dist-info",
     }
+
+
+def test_editable_install_maps_the_kernels(tmp_path):
+    """`kernels` itself must stay the name of the package that transformers imports."""
+    assert not (KERNELS / "__init__.py").exists()
+    source = tmp_path / "source"
+    for package in (PACKAGE, KERNELS):
+        shutil.copytree(package, source / package.name, ignore=shutil.ignore_patterns("checkpoints", "__pycache__"))
+    for name in ("pyproject.toml", "setup.cfg", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    run_python(f"from setuptools import build_meta; build_meta.build_editable({str(tmp_path)!r})", cwd=source)
+    (path,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(path) as wheel:
+        wheel.extractall(tmp_path / "site")
+    code = f"""
+import site, sys
+sys.path = [entry for entry in sys.path if entry and {str(ROOT)!r} not in entry]
+site.addsitedir({str(tmp_path / "site")!r})
+from importlib.util import find_spec
+print(find_spec("treespec_kernels").origin, find_spec("hf_treespec.ops").origin)
+"""
+    expected = [source / "kernels" / "treespec_kernels", source / "hf_treespec" / "ops"]
+    assert run_python(code, cwd=tmp_path).split() == [str(folder / "__init__.py") for folder in expected]
 
 
 @pytest.fixture(scope="module")
@@ -90,15 +116,17 @@ def test_every_import_is_declared(metadata):
     declared = {
         re.match(r"[\w-]+", line)[0].replace("-", "_")
         for line in metadata.get_all("Requires-Dist")
-        if "extra ==" not in line or re.search('extra == "(bench|grammar)"', line)
+        if "extra ==" not in line or re.search('extra == "(bench|grammar|triton)"', line)
     }
     imported = {}
-    for path in PACKAGE.rglob("*.py"):
+    for path in [*PACKAGE.rglob("*.py"), *KERNELS.rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
                 imported.update({alias.name.split(".")[0]: path for alias in node.names})
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 imported[node.module.split(".")[0]] = path
     foreign = {name: path for name, path in imported.items() if name not in sys.stdlib_module_names}
-    undeclared = {name: str(path) for name, path in foreign.items() if name not in declared | {"hf_treespec"}}
+    undeclared = {
+        name: str(path) for name, path in foreign.items() if name not in declared | {"hf_treespec", "treespec_kernels"}
+    }
     assert not undeclared

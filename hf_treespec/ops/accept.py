@@ -3,8 +3,12 @@
 import torch
 from torch import Tensor
 
+from .backend import kernel, resolve_backend
 
-def accept(tokens: Tensor, paths: Tensor, valid: Tensor, predicted: Tensor) -> tuple[Tensor, Tensor]:
+
+def accept(
+    tokens: Tensor, paths: Tensor, valid: Tensor, predicted: Tensor, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
     """Walks each row's tree with the target's tokens. A drafted node is accepted iff its parent is and the target's
     token at the parent is the node's own, so the emitted tokens are the target's at the accepted nodes.
 
@@ -12,11 +16,14 @@ def accept(tokens: Tensor, paths: Tensor, valid: Tensor, predicted: Tensor) -> t
         tokens, valid: `[B, N]` of the tree.
         paths: `[B, N, S + 1]` of the tree.
         predicted: the target's token at each node, `[B, N]`.
+        backend: of `TreeConfig`.
 
     Returns:
         `(path, lengths)`: accepted nodes by depth, root first, `[B, S + 1]` (-1 behind), and their number `[B]`, which
         is also the number of tokens emitted: the accepted drafts and one bonus token.
     """
+    if resolve_backend(backend, tokens.device) == "triton":
+        return kernel("accept")(tokens, paths, valid, predicted)
     batch, count, width = paths.shape
     if count == 1:
         return paths[:, 0], paths.new_ones(batch)

@@ -3,10 +3,12 @@
 import torch
 from torch import Tensor
 
+from .backend import with_kernel
 from .geometry import TreeGeometry
 from .rotary import rotate_
 
 
+@with_kernel
 def compress(
     ring: Tensor,
     nodes: Tensor,

@@ -26,13 +26,17 @@ class TreeGeometry:
         max_length (`int`): host-side upper bound of `lengths`, exact on CPU.
         start (`int`): first query node; the nodes before it were computed by earlier forwards of the same fork.
         closers (`dict[int, Tensor]`): per ratio, the nodes `[B, J]` (-1: none) before `start` that close an entry.
+        backend (`str`): what runs the operations on this geometry, `"torch"` or `"triton"`.
     """
 
-    def __init__(self, tree, rows, lengths: Tensor, max_length: int, start: int = 0, closers=None) -> None:
+    def __init__(
+        self, tree, rows, lengths: Tensor, max_length: int, start: int = 0, closers=None, backend="torch"
+    ) -> None:
         self.tree = tree
         self.rows = rows
         self.lengths = lengths
         self.max_length = max_length
+        self.backend = backend
         self.start = start
         self.stop = tree.tokens.shape[1]
         self.positions = lengths[:, None] + tree.depths  # [B, N]

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .backend import with_kernel
 from .geometry import TreeGeometry
 
 
@@ -11,6 +12,7 @@ MAX_SCORES = 1 << 24
 _NO_ENTRY = torch.iinfo(torch.int64).min
 
 
+@with_kernel
 def index_topk(
     query: Tensor,
     weights: Tensor,
@@ -23,8 +25,8 @@ def index_topk(
     """The `topk` best visible entries of each query node; equal scores go to the lower entry number.
 
     Args:
-        query: `[B, Q, H, d]`, rotated, scaled by `d ** -0.5`.
-        weights: `[B, Q, H]` in fp32, scaled by `H ** -0.5`.
+        query: `[B, Q, H, d]`, rotated.
+        weights: `[B, Q, H]` in fp32, scaled by `(H * d) ** -0.5`.
         entries: committed index entries `[rows, capacity, d]`.
         own_entries: index entries closed in this round, `[B, J, d]`, in the order of `geometry.closers(ratio)`.
 

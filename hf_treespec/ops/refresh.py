@@ -9,7 +9,8 @@ def scatter_path(state: Tensor, scratch: Tensor, target: Tensor, source: Tensor)
     Args:
         state: committed tensor `[rows, slots, ...]`, contiguous.
         scratch: what the round produced, `[B, N, ...]`.
-        target: place of each write in the flattened first two dimensions of `state`, `[M]`, each once.
+        target: place of each write in the flattened first two dimensions of `state`, `[M]`, each once (the kernel, which
+            takes several writes at once, skips -1).
         source: where each comes from in those of `scratch`, `[M]`.
     """
     values = scratch.flatten(0, 1).index_select(0, source)

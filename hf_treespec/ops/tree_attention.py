@@ -3,9 +3,12 @@
 import torch
 from torch import Tensor
 
+from .backend import with_kernel
 from .geometry import TreeGeometry
+from .rotary import rotate_
 
 
+@with_kernel
 def tree_attention(
     query: Tensor,
     node_kv: Tensor,
@@ -13,6 +16,7 @@ def tree_attention(
     sinks: Tensor,
     window: int,
     scaling: float,
+    inverse: Tensor,
     geometry: TreeGeometry,
     ratio: int = 0,
     entries: Tensor | None = None,
@@ -27,6 +31,7 @@ def tree_attention(
         ring: committed window keys `[rows, R, D]`, slot = position % R.
         sinks: `[H]`, a logit per head that takes weight and gives nothing.
         window: a node sees the last `window` positions, itself included.
+        inverse: what rotates the output back, `cos - i sin` at the query nodes' positions, `[B, Q, r / 2]`.
         ratio, entries, own_entries: compressed entries, committed `[rows, capacity, D]` and of this round
             `[B, J, D]`; ratio 0 for a layer without.
         selected: entry numbers `[B, Q, k]` to attend to; `None` attends to every visible entry.
@@ -54,7 +59,8 @@ def tree_attention(
             chosen = torch.zeros(selected[:, block].shape, device=query.device)
             chosen = chosen.masked_fill(selected[:, block] < 0, float("-inf"))
             outputs.append(_attend(query[:, block], keys, bias, sinks, scaling, picked, chosen))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+    return rotate_(output, inverse[:, :, None])
 
 
 def _gather(
