@@ -20,6 +20,7 @@ from .cache import TreeCache
 from .config import TreeConfig
 from .drafting.assistant import AssistantTreeGenerator
 from .fork import DEFAULT_SPARE
+from .metrics.tokens import first_difference
 from .modeling import enable
 from .prefill import prefill
 from .prompts import encode_prompts
@@ -161,7 +162,7 @@ def _results(decodings: list[Decoding]) -> Table:
 def _verdict(decodings: list[Decoding]) -> str:
     reference = decodings[0]
     different = [
-        f"{other.name} differs from {reference.name} at token {_first_difference(expected, text)} of prompt {number}"
+        f"{other.name} differs from {reference.name} at token {first_difference(expected, text)} of prompt {number}"
         for other in decodings[1:]
         for number, (expected, text) in enumerate(zip(reference.texts, other.texts), start=1)
         if expected != text
@@ -169,11 +170,6 @@ def _verdict(decodings: list[Decoding]) -> str:
     if different:
         return "[bold red]The texts differ:[/] " + escape("; ".join(different)) + "."
     return f"[bold green]All {len(decodings)} ways wrote the same {reference.tokens} tokens.[/]"
-
-
-def _first_difference(one: list[int], other: list[int]) -> int:
-    same = [a == b for a, b in zip(one, other)]
-    return same.index(False) if False in same else len(same)
 
 
 @torch.no_grad()

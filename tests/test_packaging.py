@@ -96,10 +96,12 @@ def test_wheel_metadata(wheel, metadata):
     assert "hf-treespec = hf_treespec.cli:app" in wheel.read(f"{folder}/entry_points.txt").decode()
 
 
-@pytest.mark.parametrize("module", ["hf_treespec", "hf_treespec.config", "hf_treespec.cli", "hf_treespec.prompts"])
+@pytest.mark.parametrize(
+    "module", ["hf_treespec", "hf_treespec.config", "hf_treespec.cli", "hf_treespec.prompts", "hf_treespec.metrics"]
+)
 def test_import_is_light(module):
     loaded = run_python(f"import sys, {module}; print(*sys.modules, sep='\\n')", cwd=ROOT).split()
-    assert not {"torch", "transformers", "numpy", "triton"} & set(loaded)
+    assert not {"torch", "transformers", "numpy", "triton", "evaluate"} & set(loaded)
 
 
 def test_public_names():
@@ -116,7 +118,7 @@ def test_every_import_is_declared(metadata):
     declared = {
         re.match(r"[\w-]+", line)[0].replace("-", "_")
         for line in metadata.get_all("Requires-Dist")
-        if "extra ==" not in line or re.search('extra == "(bench|grammar|triton)"', line)
+        if "extra ==" not in line or re.search('extra == "(bench|grammar|metrics|triton)"', line)
     }
     imported = {}
     for path in [*PACKAGE.rglob("*.py"), *KERNELS.rglob("*.py")]:
