@@ -173,6 +173,77 @@ def inspect(
 
 
 @app.command()
+def check(
+    model: Annotated[str, typer.Option(help="DeepSeek-V4 target: a local folder or an id on the Hub.")],
+    prompts: Annotated[
+        Path,
+        typer.Option(exists=True, dir_okay=False, help='As `generate --prompts`; rows may have an "answer".'),
+    ],
+    assistant: Annotated[
+        str | None, typer.Option(help="Draft model; without one, the head in the target's checkpoint.")
+    ] = None,
+    drafter: Annotated[str, typer.Option(help="As in `TreeConfig`; 'ngram' needs neither model nor head.")] = "auto",
+    max_new_tokens: MaxNewTokens = 128,
+    limit: Annotated[int, typer.Option(min=1, help="Prompts to take from the file.")] = 32,
+    budget: Budget = None,
+    depth: Depth = None,
+    top_k: TopK = None,
+    batch_size: Annotated[int, typer.Option(min=2, help="Rows of the batches compared with single rows.")] = 8,
+    chat: Annotated[
+        bool | None, typer.Option("--chat/--raw", help="Whether to use the chat template; by default if there is one.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="As in `from_pretrained`.")] = "auto",
+    fp32: Annotated[
+        bool, typer.Option("--fp32/--no-fp32", help="Also in fp32, which tells faults from rounding; takes memory.")
+    ] = True,
+    device_map: Annotated[
+        str | None, typer.Option(help="As in `from_pretrained`; 'auto' by default where there is a GPU.")
+    ] = None,
+    minimum_length: Annotated[
+        float | None,
+        typer.Option(min=1.0, help="Accepted length to reach. [default: 40 % of the head's published drafts]"),
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for `check.md` and `check.json`.")] = None,
+) -> None:
+    """Check that a model with its drafter writes what plain decoding writes. Exit code 1 if it does not."""
+    with _readable_errors():
+        from transformers import AutoConfig
+
+        from . import __version__
+        from .check_report import to_dict, to_markdown
+        from .config import TreeConfig
+        from .inspection import version_of
+        from .prompts import read_prompts
+
+        tree_config = TreeConfig(8 if budget is None else budget, depth, top_k, drafter)
+        _check_dtype(dtype)
+        if drafter != "ngram" and not assistant and not _ships_head(model):
+            raise ValueError(f"{model!r} ships no draft head: pass `--assistant`, or `--drafter ngram`.")
+        rows = read_prompts(prompts)[:limit]
+        sizes = (max_new_tokens, batch_size, minimum_length)
+        own = str(AutoConfig.from_pretrained(model).dtype).removeprefix("torch.") if dtype == "auto" else dtype
+        dtypes = ["float32"] if fp32 and own == "float32" else ["float32", dtype] if fp32 else [dtype]
+        checks = [_check(model, assistant, name, device_map, rows, tree_config, chat, sizes) for name in dtypes]
+        settings = {
+            "model": model,
+            "drafter": assistant or ("prompt lookup" if drafter == "ngram" else "the checkpoint's head"),
+            "tree_config": tree_config.to_dict(),
+            "prompts": f"{len(rows)} of {prompts.name}",
+            "max_new_tokens": max_new_tokens,
+            "hf-treespec": __version__,
+            **{name: version_of(name) for name in ("torch", "transformers")},
+        }
+        report, data = to_markdown(settings, checks), to_dict(settings, checks)
+        Console().print(report, markup=False, highlight=False, soft_wrap=True)
+        if output:
+            output.mkdir(parents=True, exist_ok=True)
+            (output / "check.md").write_text(report, encoding="utf-8")
+            (output / "check.json").write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if not data["passed"]:
+        raise typer.Exit(1)
+
+
+@app.command()
 def env() -> None:
     """Show versions and hardware, for bug reports."""
     import torch
@@ -191,9 +262,41 @@ def env() -> None:
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     table.add_row("GPU", ", ".join(gpus) or "none that torch can use")
     # Without `kernels` transformers cannot run FP8 and FP4 weights as they are stored.
-    for name in ("kernels", "matplotlib", "datasets", "peft"):
+    for name in ("evaluate", "kernels", "matplotlib", "datasets", "peft"):
         table.add_row(f"{name} (optional)", version_of(name) or "not installed")
     Console().print(table)
+
+
+def _check(
+    model: str, assistant: str | None, dtype: str, device_map, rows: list[dict], tree_config, chat, sizes: tuple
+):
+    """Checks a model in one dtype; it is gone from memory before the next one is loaded."""
+    from tqdm.auto import tqdm
+    from transformers.utils.logging import is_progress_bar_enabled
+
+    from .check import check_decoding
+
+    def progress(items, name: str):
+        return tqdm(items, desc=f"{dtype}, {name}", leave=False, disable=not is_progress_bar_enabled())
+
+    target, tokenizer = _load_target(model, dtype, device_map)
+    draft = _load(assistant, dtype, device_map) if assistant else None
+    prompts = [row["prompt"] for row in rows]
+    answers = [None if row.get("answer") is None else str(row["answer"]) for row in rows]
+    max_new_tokens, batch_size, minimum_length = sizes
+    return check_decoding(
+        target,
+        tokenizer,
+        prompts,
+        tree_config,
+        draft,
+        chat,
+        max_new_tokens,
+        batch_size,
+        answers,
+        minimum_length,
+        progress,
+    )
 
 
 def _ships_head(model: str) -> bool:
@@ -216,15 +319,23 @@ def _readable_errors() -> Iterator[None]:
     """Shows what a user can mend as one message, without a traceback."""
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         Console(stderr=True).print(f"Error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
+
+
+def _check_dtype(dtype: str) -> None:
+    import torch
+
+    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ValueError(f"`--dtype` is {dtype!r}; it must be 'auto' or a torch dtype, 'bfloat16' or 'float32' say.")
 
 
 def _load(name: str, dtype: str, device_map: str | None):
     import torch
     from transformers import AutoModelForCausalLM
 
+    _check_dtype(dtype)
     if device_map is None and torch.cuda.is_available():
         device_map = "auto"
     return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device_map).eval()

@@ -11,7 +11,7 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
     Lines end with a newline only: prompts may hold other characters that Python counts as line ends.
 
     Returns:
-        A dict per prompt: `prompt` (of several turns the first), and `id` and `set` where the row has them.
+        A dict per prompt: `prompt` (of several turns the first), and `id`, `set` and `answer` where the row has them.
 
     Raises:
         ValueError: for a row without a prompt, naming its line, or a file without rows.
@@ -38,7 +38,7 @@ def _parse(row: Any, place: str) -> dict[str, Any]:
     prompt = row.get("prompt", turns[0] if turns else None) if isinstance(row, dict) else None
     if not isinstance(prompt, str) or not prompt:
         raise ValueError(f"{place} has no prompt; rows are `{{'prompt': '...'}}` or `{{'turns': ['...']}}`.")
-    return {**{key: row[key] for key in ("id", "set") if key in row}, "prompt": prompt}
+    return {**{key: row[key] for key in ("id", "set", "answer") if key in row}, "prompt": prompt}
 
 
 def encode_prompts(tokenizer, prompts: list[str], chat: bool | None = None) -> dict[str, Any]:
