@@ -10,9 +10,11 @@ import torch
 from oracle import build_model, tiny_config
 from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import logits_process
+from typer.main import get_command
 
 import hf_treespec
 from hf_treespec import TokenTree, TreeCache, TreeConfig
+from hf_treespec.cli import app
 from hf_treespec.ops import TreeGeometry
 from hf_treespec.prefill import prefill
 from hf_treespec.validation import REFUSED
@@ -116,9 +118,30 @@ def _is_processor(cls) -> bool:
     return isinstance(cls, type) and issubclass(cls, base) and cls is not base
 
 
-@pytest.mark.parametrize("text", [README, HOW, OPTIONS], ids=["README.md", "how-it-works.md", "options.md"])
-def test_documented_names_exist(text):
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_documented_names_exist(document):
+    text = document.read_text(encoding="utf-8")
     for name in re.findall(r"hf_treespec\.(\w+)\b(?!/)", text):
         assert hasattr(hf_treespec, name) or (ROOT / "hf_treespec" / name).is_dir(), name
     for path in re.findall(r"`(hf_treespec/[\w/.]+)`|\]\((docs/[\w.-]+)\)", text):
         assert (ROOT / next(filter(None, path))).exists(), path
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_documented_commands_and_links_exist(document):
+    text = document.read_text(encoding="utf-8")
+    commands = get_command(app).commands
+    for name, rest in re.findall(r"hf-treespec (\w[\w-]*)((?:\\\n|[^`\n])*)", text):
+        options = {option for parameter in commands[name].params for option in parameter.opts}
+        assert set(re.findall(r"--[\w-]+", rest.partition("#")[0])) <= options, name
+    for rest in re.findall(r"generate_distributed\.py ((?:\\\n|[^`\n])*)", text):
+        source = (ROOT / "examples" / "generate_distributed.py").read_text(encoding="utf-8")
+        for option in re.findall(r"--([\w-]+)", rest):
+            assert re.search(rf"^    {option.replace('-', '_')}: Annotated", source, re.MULTILINE), option
+    for path in re.findall(r"\]\(([\w./-]+)\)", text):
+        assert (document.parent / path).exists(), path
+    for path in re.findall(r"(examples/[\w/.]+)", text):
+        assert (ROOT / path).exists(), path
