@@ -18,7 +18,7 @@ from .bench.oracle import oracle_logits, stable_topk
 from .config import HEADS, TreeConfig
 from .generation import draft_depth
 from .heads import head_of
-from .heads.alarm import _FLOOR as ACCEPTANCE_FLOOR
+from .heads.alarm import FLOOR
 from .heads.alarm import expected_accepted
 from .metrics import AcceptedLength, AnswerMatch, Losslessness
 from .metrics.answer_match.answer_match import final_answer
@@ -192,7 +192,7 @@ def check_decoding(
     if minimum_length is None and head is not None:
         checkpoint = target.config._name_or_path
         drafts = expected_accepted(checkpoint, head.kind, draft_depth(tree_config, head))
-        minimum_length = 1 + ACCEPTANCE_FLOOR * drafts
+        minimum_length = 1 + FLOOR * drafts
     return DecodingCheck(
         str(target.dtype).removeprefix("torch."),
         comparisons,

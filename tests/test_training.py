@@ -109,7 +109,7 @@ def test_training_pays(target, kind, tmp_path, monkeypatch):
     options = {"steps": 40, "batch_size": 8, "max_length": 64, "learning_rate": 5e-3, "seed": 0}
     history = train_head(target, head, rows, tmp_path / "whole.pt", **options)
     after = rounds()
-    assert after < {"mtp": 0.7, "dspark": 0.92}[kind] * before, (before, after)
+    assert after < {"mtp": 0.8, "dspark": 0.92}[kind] * before, (before, after)
     assert all(p.grad is None and p.requires_grad for p in target.parameters())
 
     def interrupt(self, texts, step) -> torch.Tensor:

@@ -10,7 +10,7 @@ logger = logging.getLogger(__name__)
 
 ENOUGH_ROUNDS = 200
 # Of the drafts that should be accepted; the vendors' hardest sets reach two thirds.
-_FLOOR = 0.4
+FLOOR = 0.4
 _CAUSES = (
     "Usual causes: a window that was not primed with the prompt, streams of the wrong layers, weights converted "
     "wrongly or of another model, or raw prompts without the chat markers that the model was trained on."
@@ -55,7 +55,7 @@ class AcceptanceAlarm:
         if self.rounds < ENOUGH_ROUNDS:
             return
         self.settled = True
-        if self.accepted < _FLOOR * self.expected:
+        if self.accepted < FLOOR * self.expected:
             logger.warning(
                 f"The {self.kind} head of {self.checkpoint!r} got {self.accepted / self.rounds:.2f} drafts per round "
                 f"accepted in {self.rounds} rounds, where {self.expected / self.rounds:.2f} are expected; the text is "
