@@ -18,8 +18,7 @@ from .bench.oracle import oracle_logits, stable_topk
 from .config import HEADS, TreeConfig
 from .generation import draft_depth
 from .heads import head_of
-from .heads.alarm import FLOOR
-from .heads.alarm import expected_accepted
+from .heads.alarm import FLOOR, expected_accepted
 from .metrics import AcceptedLength, AnswerMatch, Losslessness
 from .metrics.answer_match.answer_match import final_answer
 from .metrics.losslessness.losslessness import top1_gap

@@ -40,6 +40,7 @@ from .validation import (
     check_own_prepared,
     check_positions,
     check_prepared,
+    mtp_wanted,
     option,
     prompt_lookup,
 )
@@ -163,7 +164,9 @@ def _generate(model, arguments: dict[str, Any], tree_config, seeds, return_logpr
     check_inputs(input_ids, arguments.get("attention_mask"), model.config.vocab_size)
     configs = (arguments.get("generation_config"), model.generation_config)
     tree_config, ngram_size = prompt_lookup(tree_config, arguments, *configs)
-    _unset("prompt_lookup_num_tokens", arguments, model)
+    tree_config = mtp_wanted(tree_config, arguments, *configs)
+    for name in ("prompt_lookup_num_tokens", "use_mtp"):
+        _unset(name, arguments, model)
     assistant_model = arguments.pop("assistant_model", None)
     check_assistant(model, assistant_model, tree_config)
     drafting = _Drafting(model, arguments, tree_config, assistant_model, ngram_size)

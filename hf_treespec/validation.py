@@ -27,7 +27,6 @@ REFUSED = {
     "force_words_ids": ((), _GREEDY),
     "use_cache": ((True,), "tree decoding needs its cache; drop it"),
     "cache_implementation": ((), _OWN_CACHE),
-    "use_mtp": ((False,), _LATER),
     "speculation_type": ((), _LATER),
     "assistant_early_exit": ((), _LATER),
     "token_healing": ((False,), _LATER),
@@ -190,6 +189,23 @@ def prompt_lookup(tree_config: TreeConfig, arguments: dict[str, Any], *configs: 
             "`prompt_lookup_num_tokens`, or drop it."
         )
     return tree_config, 2 if size is None else size
+
+
+def mtp_wanted(tree_config: TreeConfig, arguments: dict[str, Any], *configs: Any) -> TreeConfig:
+    """Where `use_mtp` is set: `tree_config` with `drafter="mtp"`.
+
+    Raises:
+        ValueError: for a value that is no boolean, or together with another drafter.
+    """
+    wanted = option("use_mtp", arguments, *configs)
+    if wanted not in (None, True, False):
+        raise ValueError(f"`use_mtp` is {wanted!r}; it must be True, False or `None`.")
+    if not wanted:
+        return tree_config
+    if tree_config.drafter not in ("auto", "mtp") or arguments.get("assistant_model") is not None:
+        other = "`assistant_model`" if tree_config.drafter in ("auto", "mtp") else f"`drafter={tree_config.drafter!r}`"
+        raise ValueError(f"`use_mtp` is True beside {other}, but only one can draft; drop one.")
+    return TreeConfig.from_dict({**tree_config.to_dict(), "drafter": "mtp"})
 
 
 def check_assistant(model, assistant_model, tree_config: TreeConfig) -> None:

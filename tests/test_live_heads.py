@@ -52,6 +52,21 @@ def test_what_cannot_be_attached(model, target):
         hf_treespec.enable(hf_treespec.disable(target))
 
 
+def test_use_mtp_is_transformers_name_for_the_head(target):
+    texts = random_texts(generator(1), (9, 4))
+    expected, written = run(target, texts, tree_config={"budget": 6, "drafter": "mtp"})
+    output, again = run(target, texts, tree_config=TREE, use_mtp=True)
+    assert torch.equal(torch.cat(again), torch.cat(written))
+    assert output.tree_stats["accepted_lengths"] == expected.tree_stats["accepted_lengths"]
+    for options, words in (
+        ({"use_mtp": 3}, "`use_mtp` is 3"),
+        ({"use_mtp": True, "tree_config": {"budget": 4, "drafter": "ngram"}}, "beside `drafter='ngram'`"),
+        ({"use_mtp": True, "assistant_model": target}, "beside `assistant_model`"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            run(target, texts, **{"tree_config": TREE, **options})
+
+
 # The alarm
 
 

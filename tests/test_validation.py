@@ -57,7 +57,6 @@ def with_generation_config(model, config: GenerationConfig):
         {"guidance_scale": 1.5},
         {"use_cache": False},
         {"cache_implementation": "static"},
-        {"use_mtp": True},
         {"assistant_early_exit": 2},
         {"stop_strings": ["x"]},
         {"token_healing": True},
