@@ -4,6 +4,7 @@ Layers keep window keys, raw compressor projections and compressed entries in ri
 of the position alone; that makes rewinding, ragged rows and commits of any width one and the same indexing.
 """
 
+import weakref
 from collections.abc import Iterator
 
 import torch
@@ -120,6 +121,7 @@ class TreeCache(ForkableCache):
         self.head_layers = head_layers
         self.backend = backend
         self._kernels_fit = ops.kernels_fit(config)
+        self._head: weakref.ref | None = None
         self.shape = _shape(config)
 
     def backend_on(self, device: torch.device) -> str:
@@ -127,13 +129,19 @@ class TreeCache(ForkableCache):
         automatic = self.backend == "auto" and not self._kernels_fit
         return "torch" if automatic else super().backend_on(device)
 
+    def __getstate__(self) -> dict:
+        return {**super().__getstate__(), "_head": None}
+
     def fits(self, config) -> bool:
         """Whether this cache was made for a model of this shape."""
         return self.shape == _shape(config)
 
-    def set_head_layers(self, config, count: int) -> None:
-        """Changes the number of head rings. Rings that were not filled along with the rest empty the whole cache."""
-        if count == self.head_layers:
+    def set_head(self, config, head=None) -> None:
+        """Makes the head rings those of `head` (of none by default). Rings that this head has not filled along with the
+        rest empty the whole cache; a copy or pickle of a cache is taken to have been filled by it."""
+        count, filled_by = 0 if head is None else len(head.layers), self._head and self._head()
+        self._head = head and weakref.ref(head)
+        if count == self.head_layers and filled_by in (None, head):
             return
         if count:
             self.reset()

@@ -136,9 +136,14 @@ def train_head(
     ] = None,
     seed: int = 0,
     bf16: Annotated[bool, typer.Option(help="Multiply in bf16 while training.")] = False,
+    dtype: Annotated[str, typer.Option(help="Of the model, as in `from_pretrained`.")] = "auto",
+    device_map: Annotated[
+        str | None, typer.Option(help="As in `from_pretrained`; 'auto' by default where there is a GPU.")
+    ] = None,
 ) -> None:
     """Train a draft head for a model on what the model itself writes behind your prompts. Resumes when run again."""
     with _readable_errors():
+        from .config import HEADS
         from .training.run import run
 
         settings = {
@@ -149,7 +154,11 @@ def train_head(
         }
         work_dir = output / "training" if work_dir is None else work_dir
         sizes = (max_new_tokens, max_length, steps, batch_size, learning_rate, seed, bf16)
-        run(Console(), model, kind, data, output, work_dir, initial, settings, *sizes)
+        if kind not in HEADS:
+            raise ValueError(f"`--kind` is {kind!r}; allowed values are {HEADS}.")
+        run(
+            Console(), *_load_target(model, dtype, device_map), kind, data, output, work_dir, initial, settings, *sizes
+        )
 
 
 @app.command()

@@ -139,8 +139,9 @@ def generate(model, *args, **kwargs):
         return type(model).generate(model, *args, **kwargs)
     if os.environ.get("HF_TREESPEC_DISABLE") == "1":
         logger.warning("HF_TREESPEC_DISABLE=1: `tree_config` and what goes with it are dropped, decoding is stock.")
-        for name in ("assistant_model", "prompt_lookup_num_tokens"):
-            kwargs.pop(name, None)
+        kwargs.pop("assistant_model", None)
+        for name in ("prompt_lookup_num_tokens", "use_mtp"):
+            _unset(name, kwargs, model)
         if isinstance(kwargs.get("cache"), TreeCache):
             del kwargs["cache"]
         return type(model).generate(model, *args, **kwargs)
@@ -335,7 +336,7 @@ def decode(
         generator = drafting.generator(cache, verifier.end)
         if seeds is not None:
             generator.noise = DraftNoise(warpers(logits_processor), seeds, cache)
-        reuse_prefix(cache, model.config, tokens, lengths, depth + 1, drafting.head_layers)
+        reuse_prefix(cache, model.config, tokens, lengths, depth + 1, drafting.head)
         stats = TreeStats(seeds=None if seeds is None else seeds.tolist())
         with generator.attached():
             with stats.timed("prefill"):
@@ -343,8 +344,10 @@ def decode(
                 prefill_once(model, cache, tokens, lengths - 1, drafting.chunk_size, generator, copies)
             roots = tokens.gather(1, lengths[:, None] - 1)[:, 0]
             decode_rows(model, cache, texts, roots, generator, depth, verifier, stats, recorder, stream)
-    # Drafts of a hot sample are rightly rejected: that says nothing about the head.
-    if drafting.head is not None and seeds is None:
+    # Where processors or samples decide, rows wait for one another, or texts end before a path can, drafts are rightly
+    # rejected: that says nothing about the head.
+    telling = type(verifier) is Verifier and verifier.selector.is_plain and limit >= 4 * depth
+    if drafting.head is not None and telling:
         from .heads import count_acceptance
 
         count_acceptance(model, stats.rounds, stats.emitted_tokens - stats.rounds, depth)

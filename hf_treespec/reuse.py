@@ -6,7 +6,7 @@ from torch import Tensor
 from .cache import TreeCache
 
 
-def reuse_prefix(cache: TreeCache, config, tokens: Tensor, lengths: Tensor, depth: int, head_layers: int = 0) -> None:
+def reuse_prefix(cache: TreeCache, config, tokens: Tensor, lengths: Tensor, depth: int, head=None) -> None:
     """Shortens every row of `cache` to what it shares with the new prompt, so that prefill continues there.
 
     A row that continues keeps everything, one that diverges within `spare` tokens of its end is rewound, any other
@@ -16,9 +16,9 @@ def reuse_prefix(cache: TreeCache, config, tokens: Tensor, lengths: Tensor, dept
         config: of the model that is to use the cache.
         tokens, lengths: the whole conversation, left-aligned `[rows, P]`, and its length per row.
         depth: tokens a round may commit; a cache with fewer spare slots is emptied and gets larger rings.
-        head_layers: window rings that the drafter needs; a cache without them is emptied. With them one token more is
-            read again: the head starts from the streams of the last committed token, and its key there depends on
-            the token behind.
+        head: draft head whose window rings are needed; a cache without them, or with another head's, is emptied. With
+            a head one token more is read again: it starts from the streams of the last committed token, and its key
+            there depends on the token behind.
 
     Raises:
         ValueError: if the number of rows or the model's shape differs.
@@ -31,7 +31,7 @@ def reuse_prefix(cache: TreeCache, config, tokens: Tensor, lengths: Tensor, dept
         )
     if not cache.fits(config):
         raise ValueError("`cache` was made for a model of another shape; pass one that this model returned, or none.")
-    cache.set_head_layers(config, head_layers)
+    cache.set_head(config, head)
     if depth > cache.spare:
         cache.reset(spare=depth)
     if not int(cache.lengths.max()):
@@ -41,6 +41,6 @@ def reuse_prefix(cache: TreeCache, config, tokens: Tensor, lengths: Tensor, dept
     known = columns < torch.minimum(cache.lengths, lengths - 1)[:, None]
     same = (cache.token_ids[:, :width] == tokens[:, :width]) & known
     kept = same.long().cumprod(1).sum(1)
-    if head_layers:
+    if head is not None:
         kept = (kept - 1).clamp(min=0)
     cache.rewind(torch.where(cache.can_rewind(kept), kept, 0))

@@ -217,7 +217,7 @@ def check_assistant(model, assistant_model, tree_config: TreeConfig) -> None:
             f"({model.config.index_head_dim}) and `hc_mult` ({model.config.hc_mult}) that are powers of two, the first "
             "two at least 16; use `'auto'` or `'torch'`."
         )
-    if tree_config.budget == 1 and tree_config.drafter == "auto":
+    if tree_config.budget == 1 and (tree_config.drafter == "auto" or assistant_model is None):
         return
     if tree_config.drafter in _OWN_DRAFTS and assistant_model is not None:
         raise ValueError(

@@ -6,7 +6,10 @@ import pickle
 import pytest
 import torch
 from decoding import run
-from oracle import build_model, generator, random_texts, tiny_config
+from heads import make_checkpoint, make_dspark_checkpoint
+from oracle import build_model, generator, left_pad, random_texts, tiny_config
+from rounds import assert_same_state
+from transformers import AutoModelForCausalLM
 
 import hf_treespec
 from hf_treespec.heads import MTPHead, head_of
@@ -50,6 +53,65 @@ def test_what_cannot_be_attached(model, target):
             run(target, random_texts(generator(1), (5,)), tree_config={"budget": 4, "drafter": "dspark"})
     finally:
         hf_treespec.enable(hf_treespec.disable(target))
+
+
+def test_a_cache_knows_whose_keys_it_holds(checkpoint, target):
+    """Another head's keys would never show but in what is accepted."""
+    other = hf_treespec.load_head(checkpoint, target.config)
+    with torch.no_grad():
+        other.layers[0].self_attn.kv_proj.weight.neg_()
+    texts = random_texts(generator(1), (30, 21))
+    first, texts = run(target, texts, tree_config=TREE)
+    own = head_of(target)
+    try:
+        hf_treespec.attach_head(target, other)
+        fresh, _ = run(target, texts, tree_config=TREE)
+        again, _ = run(target, texts, tree_config=TREE, cache=first.cache)
+        assert_same_state(again.cache, fresh.cache)
+        hf_treespec.attach_head(target, own)
+        pickled = pickle.loads(pickle.dumps(again.cache))
+        assert run(target, texts, tree_config=TREE, cache=pickled)[0].cache is pickled
+    finally:
+        hf_treespec.enable(hf_treespec.disable(target))
+
+
+@pytest.mark.parametrize("kind", ["mtp", "dspark"])
+def test_heads_sample_and_copy_rows(kind, tmp_path):
+    """Left-padded, several sequences per prompt, and a second turn on a pickled cache: the text of `budget=1`."""
+    folder = {"mtp": make_checkpoint, "dspark": make_dspark_checkpoint}[kind](tmp_path)
+    target = hf_treespec.enable(AutoModelForCausalLM.from_pretrained(folder).eval())
+    batch = left_pad(random_texts(generator(2), (9, 4, 17)))
+    options = {"do_sample": True, "temperature": 0.8, "num_return_sequences": 2, "seeds": list(range(6))}
+    options |= {"max_new_tokens": 16, "return_dict_in_generate": True}
+    plain = target.generate(**batch, **options, tree_config={"budget": 1})
+    output = target.generate(**batch, **options, tree_config=TREE)
+    assert torch.equal(output.sequences, plain.sequences)
+    assert output.tree_stats["rounds"] < plain.tree_stats["rounds"]
+    mask = torch.cat([batch["attention_mask"].repeat_interleave(2, 0), torch.ones(6, 16, dtype=torch.long)], 1)
+    second = {"attention_mask": mask, "max_new_tokens": 8}
+    expected = target.generate(plain.sequences, **second, tree_config={"budget": 1})
+    cache = pickle.loads(pickle.dumps(output.cache))
+    assert torch.equal(target.generate(output.sequences, **second, tree_config=TREE, cache=cache), expected)
+
+
+def test_an_attached_head_follows_the_model_s_dtype(checkpoint):
+    model = hf_treespec.enable(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval())
+    hf_treespec.attach_head(model, hf_treespec.load_head(checkpoint, model.config))
+    output, _ = run(model, random_texts(generator(1), (9, 4)), tree_config=TREE)
+    assert output.tree_stats["nodes"] > output.tree_stats["rounds"]
+    head = head_of(model)
+    assert head.e_proj.weight.dtype == torch.bfloat16 and head.enorm.weight.dtype == torch.float32
+    assert torch.equal(head_of(copy.deepcopy(model)).e_proj.weight, head.e_proj.weight)
+
+
+def test_short_and_steered_calls_do_not_raise_the_alarm(target, caplog):
+    """Where a path cannot be long, or processors decide, rejected drafts say nothing about the head."""
+    texts = random_texts(generator(3), (7,) * 50)
+    with caplog.at_level("WARNING", logger="hf_treespec.heads.alarm"):
+        for _ in range(5):
+            run(target, texts, 1, tree_config=TREE)
+            run(target, texts[:4], 30, tree_config=TREE, suppress_tokens=list(range(3, 90)))
+    assert not caplog.records
 
 
 def test_use_mtp_is_transformers_name_for_the_head(target):

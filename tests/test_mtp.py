@@ -140,8 +140,8 @@ def test_priming_matters(echo):
     """Without the keys of the prompt the same head drafts worse."""
     window_keys = MTPHead.window_keys
 
-    def unprimed(self, inputs, position_ids):
-        keys = window_keys(self, inputs, position_ids)
+    def unprimed(self, inputs, position_ids, cache=None):
+        keys = window_keys(self, inputs, position_ids, cache)
         return [key.zero_() for key in keys] if inputs.shape[1] > 5 else keys  # longer than a round: a prefill chunk
 
     accepted = chain_lengths(*echo, random_texts(generator(1), (23, 40, 12, 31)), unprimed)

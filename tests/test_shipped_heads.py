@@ -77,8 +77,8 @@ def test_an_unprimed_window_drafts_worse(target, tokenizer, monkeypatch):
     primed = decode(target, batch, max_new_tokens=24).tree_stats["rounds"]
     window_keys = type(head_of(target)).window_keys
 
-    def unprimed(self: DraftHead, features, position_ids):
-        keys = window_keys(self, features, position_ids)
+    def unprimed(self: DraftHead, features, position_ids, cache=None):
+        keys = window_keys(self, features, position_ids, cache)
         # Wider than a round: a chunk of a prompt.
         return [key.zero_() for key in keys] if features.shape[1] > 8 else keys
 

@@ -9,6 +9,7 @@ from ..cache import TreeCache
 from ..config import TreeConfig
 from ..fork import DEFAULT_SPARE
 from ..modeling import device_of
+from ..ops import kernels_fit
 from ..prefill import prefill
 from ..tree import TokenTree
 from .assistant_cache import AssistantCache
@@ -41,9 +42,13 @@ class AssistantTreeGenerator(LevelTreeGenerator):
         self.chunk_size = chunk_size
         spare = max(DEFAULT_SPARE, tree_config.resolved_depth + 3)
         if config.model_type == "deepseek_v4":
-            self.cache = TreeCache(config, rows, spare, self.device)
+            # Kernels that were asked for are the target's; the assistant may have widths that they do not take.
+            backend = "torch" if tree_config.backend == "triton" and not kernels_fit(config) else tree_config.backend
+            self.cache = TreeCache(config, rows, spare, self.device, backend=backend)
         else:
             self.cache = AssistantCache(assistant_model, rows, self.device)
+        # Paths of a round's first two nodes, the pending token and the root: without a pending token, and with one.
+        self.stem_paths = torch.tensor([[[-1, 0], [1, -1]], [[0, -1], [0, 1]]], device=self.device)
         # A token the target committed that the assistant has not read: the deepest accepted node, never expanded.
         self.pending = torch.zeros(rows, dtype=torch.long, device=self.device)
         self.has_pending = torch.zeros(rows, dtype=torch.bool, device=self.device)
@@ -74,9 +79,8 @@ class AssistantTreeGenerator(LevelTreeGenerator):
         """The first nodes of a round: the pending token where there is one, and the root."""
         pending = self.has_pending[rows]
         tokens = torch.stack([torch.where(pending, self.pending[rows], roots), roots], 1)
-        paths = torch.tensor([[[-1, 0], [1, -1]], [[0, -1], [0, 1]]], device=self.device)[pending.long()]
         valid = torch.stack([pending, torch.ones_like(pending)], 1)
-        return TokenTree(tokens, paths, valid)
+        return TokenTree(tokens, self.stem_paths[pending.long()], valid)
 
     def _forward(self, last_only: bool) -> Tensor:
         return self.model(**self._fork.model_inputs(), logits_to_keep=int(last_only)).logits

@@ -60,7 +60,7 @@ class HeadTreeGenerator(LevelTreeGenerator):
         # What lies before the path goes to a row that is cut off.
         total = fork.tree.tokens.shape[1]
         nodes = torch.where(inside, nodes, total)
-        for layer, keys in zip(self.head.layers, self.head.window_keys(features, positions), strict=True):
+        for layer, keys in zip(self.head.layers, self.head.window_keys(features, positions, self.cache), strict=True):
             scratch = keys.new_zeros(len(keys), total + 1, keys.shape[-1])
             scratch[batch, nodes] = keys
             self.cache.window(layer.layer_idx, scratch[:, :-1])

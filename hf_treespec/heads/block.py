@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as stock
 
 from .. import ops
+from ..cache import TreeCache
 
 
 # Kept in fp32 whatever the model's dtype is, as transformers keeps them in the trunk.
@@ -54,12 +55,19 @@ class DraftHead(nn.Module):
         """Where the head runs."""
         return self.norm.weight.device
 
-    def window_keys(self, features: Tensor, position_ids: Tensor) -> list[Tensor]:
+    def fit(self, dtype: torch.dtype, device: torch.device) -> "DraftHead":
+        """Moves the head to `device`, in the dtypes that it has in a model of `dtype`."""
+        for name, parameter in self.named_parameters():
+            parameter.data = parameter.data.to(device, parameter_dtype(name, dtype))
+        return self.to(device)
+
+    def window_keys(self, features: Tensor, position_ids: Tensor, cache: TreeCache | None = None) -> list[Tensor]:
         """The rotated keys (which are the values) of committed positions, `[B, M, head_dim]` for each stage.
 
         Args:
             features: what `context` made of the trunk's streams.
             position_ids: `[B, M]`.
+            cache: whose open fork runs the mixers, if one is.
         """
         raise NotImplementedError
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as stock
 
 from .. import ops
+from ..cache import TreeCache
 from .block import DraftHead
 
 
@@ -96,7 +97,7 @@ class DSparkHead(DraftHead):
         means = torch.cat([stream.mean(2) for stream in streams], -1)
         return self.main_norm(self.main_proj(means.to(self.main_proj.weight.dtype)))
 
-    def window_keys(self, features: Tensor, position_ids: Tensor) -> list[Tensor]:
+    def window_keys(self, features: Tensor, position_ids: Tensor, cache: TreeCache | None = None) -> list[Tensor]:
         return [self._keys(stage, features, position_ids) for stage in range(len(self.layers))]
 
     def forward(self, embedded: Tensor, position_ids: Tensor, mask: Tensor, context: list[Tensor]) -> Tensor:

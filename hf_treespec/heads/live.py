@@ -12,8 +12,8 @@ from .loader import WAY_OUT, load_head
 
 
 class LiveHead:
-    """What a live model drafts with. Not a submodule, so that nothing that walks or saves the model meets it; copies
-    and pickles of the model leave it out and load it again when they need it.
+    """What a live model drafts with. Not a submodule, so that nothing that walks or saves the model meets it. Copies
+    and pickles of the model leave it out and load it again when they need it, unless it was passed.
 
     Attributes:
         source: the checkpoint that the user named, if another than the model's own.
@@ -27,7 +27,7 @@ class LiveHead:
         self.alarm = None if head is None else AcceptanceAlarm(source or (key[0] if key else ""), head.kind)
 
     def __reduce__(self):
-        return LiveHead, (self.source,)
+        return LiveHead, (self.source, self.head if self.key is None else None)
 
 
 def attach_head(model: Any, head: DraftHead | str | os.PathLike) -> None:
@@ -71,24 +71,29 @@ def head_of(model: Any, kind: str | None = None) -> DraftHead:
     Raises:
         ValueError: if there is none, naming what to do instead.
     """
+    model = unwrap(model)
     live = model.__dict__.get(HEAD_ATTRIBUTE) or LiveHead()
-    if live.head is not None and live.key is None:
-        if kind not in (None, live.head.kind):
-            raise ValueError(f"`drafter={kind!r}`, but the head attached to the model is of kind {live.head.kind!r}.")
-        return live.head
-    path = live.source or model.config._name_or_path
-    if not path:
-        raise ValueError(f"No draft head: the model was not loaded from a checkpoint. {WAY_OUT}")
     last = model.model.layers[-1].input_layernorm
     device = getattr(getattr(last, "_hf_hook", None), "execution_device", None)
     device = torch.device(last.weight.device if device is None else device)
+    if live.head is not None and live.key is None:
+        if kind not in (None, live.head.kind):
+            raise ValueError(f"`drafter={kind!r}`, but the head attached to the model is of kind {live.head.kind!r}.")
+        return live.head.fit(model.dtype, device)
+    path = live.source or model.config._name_or_path
+    if not path:
+        raise ValueError(f"No draft head: the model was not loaded from a checkpoint. {WAY_OUT}")
+    # Of the trunk's own repository the revision that the trunk came from.
+    revision = None if live.source else getattr(model.config, "_commit_hash", None)
     key = (path, model.dtype, device)
     if live.key != key or kind not in (None, live.head.kind):
-        live = LiveHead(live.source, load_head(path, model.config, model.dtype, device, kind), key)
-        model.__dict__[HEAD_ATTRIBUTE] = live
+        head = load_head(path, model.config, model.dtype, device, kind, revision)
+        live = model.__dict__[HEAD_ATTRIBUTE] = LiveHead(live.source, head, key)
     return live.head
 
 
 def count_acceptance(model: Any, rounds: int, accepted: int, depth: int) -> None:
     """Tells the alarm of the model's head how a call went; see [`AcceptanceAlarm.count`]."""
-    model.__dict__[HEAD_ATTRIBUTE].alarm.count(rounds, accepted, depth)
+    live = unwrap(model).__dict__.get(HEAD_ATTRIBUTE)
+    if live is not None and live.alarm is not None:
+        live.alarm.count(rounds, accepted, depth)

@@ -29,6 +29,7 @@ class HeadCheckpoint:
 
     Args:
         path: local folder, or Hub repository id.
+        revision: of the repository.
 
     Attributes:
         names: the head's tensors, as `mtp.<stage>....`.
@@ -37,8 +38,8 @@ class HeadCheckpoint:
         ValueError: if there is no checkpoint in safetensors.
     """
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self, path: str, revision: str | None = None) -> None:
+        self.path, self.revision = path, revision
         weight_map = self._weight_map()
         # Canonical name -> (name in the file, shard).
         self._places = {
@@ -50,7 +51,7 @@ class HeadCheckpoint:
 
     def _file(self, name: str) -> str | None:
         try:
-            return cached_file(self.path, name, _raise_exceptions_for_missing_entries=False)
+            return cached_file(self.path, name, revision=self.revision, _raise_exceptions_for_missing_entries=False)
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"No draft head: cannot read the checkpoint {self.path!r} ({error}). {WAY_OUT}"
@@ -77,9 +78,9 @@ class HeadCheckpoint:
 
     def kind(self, config: Any = None) -> str | None:
         """`"dspark"`, `"mtp"` or `None`."""
-        if self.settings(config).get("dspark_block_size") is not None:
-            return "dspark"
-        return "mtp" if self.names else None
+        if not self.names:
+            return None
+        return "mtp" if self.settings(config).get("dspark_block_size") is None else "dspark"
 
     def read(self, name: str) -> Tensor:
         """A tensor as it is stored."""
@@ -113,6 +114,7 @@ def load_head(
     dtype: torch.dtype = torch.float32,
     device: torch.device = "cpu",
     kind: str | None = None,
+    revision: str | None = None,
 ) -> DraftHead:
     """Loads the head of a checkpoint, dequantised.
 
@@ -121,11 +123,12 @@ def load_head(
         config: the trunk's `DeepseekV4Config`.
         dtype: of the weights; norms and hyper-connections stay in fp32, as in transformers.
         kind: `"mtp"` or `"dspark"`; by default what the checkpoint holds.
+        revision: of a repository on the Hub.
 
     Raises:
         ValueError: if there is no such head, or a tensor is missing, left over, misshapen or not to be dequantised.
     """
-    with HeadCheckpoint(str(path)) as checkpoint:
+    with HeadCheckpoint(str(path), revision) as checkpoint:
         kind = _check_kind(checkpoint, config, kind)
         stages, title = names.stages(checkpoint.names), _TITLES[kind]
         with torch.device("meta"):

@@ -45,7 +45,7 @@ class MTPHead(DraftHead):
         """What the vocabulary projection takes, `[B, M, D]`."""
         return self.norm(self.hc_head(lanes))
 
-    def window_keys(self, features: Tensor, position_ids: Tensor) -> list[Tensor]:
+    def window_keys(self, features: Tensor, position_ids: Tensor, cache: TreeCache | None = None) -> list[Tensor]:
         layer = self.layers[0]
-        _, _, collapsed = layer.attn_hc(features)
+        _, _, collapsed = layer.attn_hc(features, cache=cache)
         return [self._keys(0, layer.input_layernorm(collapsed), position_ids)]

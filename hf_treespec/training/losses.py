@@ -59,13 +59,13 @@ def mtp_loss(model, head: MTPHead, features: Features, steps: int) -> Tensor:
     """Divergence of each recursive step's distribution from the model's, averaged with falling weights."""
     ids, valid = features.ids, features.valid
     positions = torch.arange(ids.shape[1] - 1, device=ids.device).expand(len(ids), -1)
-    embedded = model.get_input_embeddings()(ids[:, 1:])
+    embedded = model.get_input_embeddings()(ids[:, 1:]).float()
     target = _log_probabilities(model, features.hidden_states[:, 1:])
     lanes, earlier, losses = features.streams[0][:, :-1], [], []
     for step in range(steps):
         # Position p predicts token p + 2, of which the model speaks at p + 1.
         lanes = head(head.fuse(embedded, lanes), positions, earlier=earlier)
-        logits = model.lm_head(head.collapse(lanes))
+        logits = model.lm_head(head.collapse(lanes).to(model.dtype))
         counted = valid[:, 1:] & (positions >= step)
         losses.append(_divergence(logits[counted], target[counted]))
         lanes = F.pad(lanes, (0, 0, 0, 0, 1, 0))[:, :-1]
@@ -96,11 +96,11 @@ def dspark_loss(model, head: DSparkHead, features: Features, anchors: int, gener
     seen = (distance > 0) & (distance <= head.config.sliding_window)
     same = torch.eye(anchors, dtype=torch.bool, device=device).repeat_interleave(size, 1)  # [A, A * S]
     mask = torch.cat([seen, same.expand(batch, -1, -1)], -1).repeat_interleave(size, 1)
-    embedded = model.get_input_embeddings()(tokens)
+    embedded = model.get_input_embeddings()(tokens).float()
     states = head(embedded, places.flatten(1), mask, head.window_keys(context, text)).view(batch, anchors, size, -1)
 
     markov = head.markov_w1(ids[index, places])  # [B, A, S, rank]
-    logits = model.lm_head(head.norm(states)) + head.markov_w2(markov)
+    logits = model.lm_head(head.norm(states).to(model.dtype)) + head.markov_w2(markov)
     target = _log_probabilities(model, features.hidden_states[index, places])
     losses, confidences = [], head.confidence_logit(states, markov)
     for slot in range(size):

@@ -6,11 +6,9 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ..config import HEADS, TreeConfig
+from ..config import TreeConfig
 from ..heads import attach_head, load_head, save_head
-from ..modeling import enable
 from ..prompts import read_prompts
 from .continuations import pad_left, write_continuations
 from .train import HELD_OUT, new_head, train_head
@@ -18,7 +16,8 @@ from .train import HELD_OUT, new_head, train_head
 
 def run(
     console: Console,
-    model: str,
+    target,
+    tokenizer,
     kind: str,
     data: Path,
     output: Path,
@@ -33,7 +32,7 @@ def run(
     seed: int,
     bf16: bool,
 ) -> None:
-    """Trains a head for `model` on its own greedy continuations of the prompts in `data`, and saves it in `output`.
+    """Trains a head for `target` (enabled) on its own greedy continuations of the prompts in `data`, and saves it in `output`.
 
     Args:
         output: a folder; that of the model puts the head beside it, where `generate` finds it.
@@ -42,12 +41,8 @@ def run(
         settings: the `dspark_*` keys of a new DSpark head. `None` as `dspark_target_layer_ids` is the last three, as
             `dspark_noise_token_id` the last of the vocabulary.
     """
-    if kind not in HEADS:
-        raise ValueError(f"`--kind` is {kind!r}; allowed values are {HEADS}.")
     prompts = [row["prompt"] for row in read_prompts(data)]
     work_dir.mkdir(parents=True, exist_ok=True)
-    target = enable(AutoModelForCausalLM.from_pretrained(model).eval())
-    tokenizer = AutoTokenizer.from_pretrained(model)
     layers = target.config.num_hidden_layers
     settings = {**settings}
     if settings["dspark_noise_token_id"] is None:
@@ -59,7 +54,22 @@ def run(
         head = new_head(target, kind, settings, seed)
     else:
         head = load_head(initial, target.config, torch.float32, target.device, kind)
-    texts = work_dir / f"continuations-{_fingerprint(target)}.jsonl"
+    weights = _fingerprint(target)
+    texts = work_dir / f"continuations-{weights}-{max_new_tokens}-{max_length}.jsonl"
+    options = (
+        weights,
+        kind,
+        initial,
+        settings,
+        len(prompts),
+        steps,
+        batch_size,
+        max_length,
+        learning_rate,
+        seed,
+        bf16,
+    )
+    state = work_dir / f"{kind}-{_digest(repr(options))}.pt"
     rows = write_continuations(target, tokenizer, prompts, texts, max_new_tokens, 8 * batch_size, max_length)
     count = sum(len(ids) - length for ids, length in rows)
     size = sum(parameter.numel() for parameter in head.parameters())
@@ -67,9 +77,7 @@ def run(
     # Shuffled once, so that what is held out is of every kind.
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
     rows = [rows[i] for i in order]
-    history = train_head(
-        target, head, rows, work_dir / f"{kind}.pt", steps, batch_size, max_length, learning_rate, seed, bf16
-    )
+    history = train_head(target, head, rows, state, steps, batch_size, max_length, learning_rate, seed, bf16)
     save_head(head, output)
     console.print(f"held-out loss {history[-1]:.3f}; the head is in {output}")
     attach_head(target, head)
@@ -84,10 +92,11 @@ def run(
 
 def _fingerprint(target) -> str:
     """Of the weights that write the text: another model's continuations are never taken for its own."""
-    digest = hashlib.sha256()
-    for name, parameter in target.named_parameters():
-        digest.update(f"{name} {parameter.shape} {float(parameter.detach().double().sum())}".encode())
-    return digest.hexdigest()[:12]
+    return _digest("".join(f"{n} {p.shape} {float(p.detach().double().sum())}" for n, p in target.named_parameters()))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _accepted_length(target, prompts: list[list[int]], tree: TreeConfig, max_new_tokens: int) -> float:

@@ -178,4 +178,5 @@ class _Learner:
         tree = TokenTree.chain(ids, lengths)
         with self.taps.attached(), cache.fork(tree) as fork:
             hidden_states = self.model.model(**fork.model_inputs()).last_hidden_state
-            return Features(ids, tree.valid, hidden_states, self.taps.take())
+            # The head is trained in fp32, whatever the model's dtype is.
+            return Features(ids, tree.valid, hidden_states, [stream.float() for stream in self.taps.take()])
