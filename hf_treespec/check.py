@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .bench.intervals import Interval, bootstrap
-from .bench.oracle import oracle_logits, stable_topk
 from .config import HEADS, TreeConfig
 from .generation import draft_depth
 from .heads import head_of
 from .heads.alarm import FLOOR, expected_accepted
+from .intervals import Interval, bootstrap
 from .metrics import AcceptedLength, AnswerMatch, Losslessness
 from .metrics.answer_match.answer_match import final_answer
 from .metrics.losslessness.losslessness import top1_gap
 from .modeling import device_of, unwrap
+from .oracle import oracle_logits, stable_topk
 from .prompts import encode_prompts
 
 

@@ -113,6 +113,7 @@ def generate(model, *args, **kwargs):
         assistant_model (`PreTrainedModel`, *optional*): a causal model of the same vocabulary that drafts. Without
             one, the draft head inside the model's checkpoint does.
         num_assistant_tokens (`int`, *optional*): the depth, where `tree_config` has none.
+        use_mtp (`bool`, *optional*): the head in the checkpoint is to be an MTP head, and drafts.
         prompt_lookup_num_tokens (`int`, *optional*): draft from prompt and output themselves (`drafter="ngram"`), and
             the depth, where `tree_config` has none.
         max_matching_ngram_size (`int`, *optional*, defaults to 2): the longest suffix that prompt lookup matches.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
-from hf_treespec.bench.oracle import oracle_logits
+from hf_treespec.oracle import oracle_logits
 
 
 # Largest difference allowed, in units of the largest logit of the row (or of the largest value of a state tensor).

@@ -143,5 +143,5 @@ def fake_fork(tree: TokenTree, prefixes: list[Tensor]):
     """What the processors of a round look at, without a cache: `tree` behind the committed `prefixes`."""
     lengths = torch.tensor([len(prefix) for prefix in prefixes])
     tokens = torch.nn.utils.rnn.pad_sequence(prefixes, batch_first=True)
-    cache = SimpleNamespace(token_ids=tokens, lengths=lengths)
+    cache = SimpleNamespace(token_ids=tokens, lengths=lengths, backend_on=lambda device: "torch")
     return SimpleNamespace(tree=tree, rows=None, lengths=lengths, max_length=int(lengths.max()), cache=cache)

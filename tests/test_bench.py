@@ -10,11 +10,11 @@ import hf_treespec
 from hf_treespec import TreeConfig
 from hf_treespec.bench.acceptance import compare, measure
 from hf_treespec.bench.conditioning import PerDepthTreeGenerator
-from hf_treespec.bench.intervals import bootstrap, interleave, median_ratio, ratio_of_sums
-from hf_treespec.bench.oracle import first_difference, oracle_logits
 from hf_treespec.bench.replay import Recording, observe, record, replay
 from hf_treespec.bench.speed import _ForwardTimer
 from hf_treespec.heads import head_of
+from hf_treespec.intervals import bootstrap, interleave, median_ratio, ratio_of_sums
+from hf_treespec.oracle import first_difference, oracle_logits
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_treespec
 from hf_treespec import TreeCache, TreeConfig, ops
-from hf_treespec.bench.intervals import Interval
-from hf_treespec.bench.oracle import oracle_logits
 from hf_treespec.check import Comparison, DecodingCheck, Texts, _compare, check_decoding
 from hf_treespec.check_report import to_dict, to_markdown
 from hf_treespec.demo import checkpoint
 from hf_treespec.heads import MTPHead, attach_head
+from hf_treespec.intervals import Interval
 from hf_treespec.ops import TreeGeometry
+from hf_treespec.oracle import oracle_logits
 
 
 torch.set_num_threads(1)

@@ -101,9 +101,7 @@ def test_every_processor_and_refused_option_is_documented():
     named = set(re.findall(r"`(\w+)", OPTIONS))
     known = {cls.__name__ for cls in vars(logits_process).values() if _is_processor(cls)}
     assert known - named == set()
-    # How drafts are chosen is told in the README.
-    drafting = {"prompt_lookup_num_tokens", "use_mtp", "speculation_type"}
-    assert set(REFUSED) - drafting - named == set()
+    assert set(REFUSED) - named == set()
     # What is named exists in transformers or here.
     own = {"seeds", "return_logprobs", "tree_config", "logprobs", "processed_logprobs", "row_independent"}
     options = set(vars(GenerationConfig())) | set(inspect.signature(GenerationMixin.generate).parameters) | own

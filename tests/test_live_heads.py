@@ -9,6 +9,7 @@ from decoding import run
 from heads import make_checkpoint, make_dspark_checkpoint
 from oracle import build_model, generator, left_pad, random_texts, tiny_config
 from rounds import assert_same_state
+from test_check import tapped  # noqa: F401
 from transformers import AutoModelForCausalLM
 
 import hf_treespec
@@ -112,6 +113,21 @@ def test_short_and_steered_calls_do_not_raise_the_alarm(target, caplog):
             run(target, texts, 1, tree_config=TREE)
             run(target, texts[:4], 30, tree_config=TREE, suppress_tokens=list(range(3, 90)))
     assert not caplog.records
+
+
+def test_the_streams_of_a_wrong_layer_raise_the_alarm(tapped, caplog, monkeypatch):  # noqa: F811
+    """A head that is right about nearly everything, as long as it sees the layer it was made for."""
+    target, head = tapped
+    texts = random_texts(generator(3), (9,) * 8)
+    for taps, warnings in ((head.taps, 0), ([1], 1)):
+        monkeypatch.setattr(head, "taps", taps)
+        hf_treespec.attach_head(target, head)
+        caplog.clear()
+        with caplog.at_level("WARNING", logger="hf_treespec.heads.alarm"):
+            for _ in range(3):
+                run(target, texts, 40, tree_config={"budget": 4, "top_k": 1})
+        assert len(caplog.records) == warnings
+        assert all("wrong layers" in record.getMessage() for record in caplog.records)
 
 
 def test_use_mtp_is_transformers_name_for_the_head(target):

@@ -7,7 +7,7 @@ import torch
 from oracle import build_model, tiny_config
 
 from hf_treespec import metrics
-from hf_treespec.bench.oracle import oracle_logits
+from hf_treespec.oracle import oracle_logits
 
 
 evaluate = pytest.importorskip("evaluate")

@@ -22,7 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_treespec
 from hf_treespec import TreeConfig
-from hf_treespec.bench.oracle import oracle_logits
+from hf_treespec.oracle import oracle_logits
 
 
 PROMPTS = random_texts(generator(31), (12, 7, 9))

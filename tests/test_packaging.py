@@ -20,8 +20,8 @@ PACKAGE, KERNELS = ROOT / "hf_treespec", ROOT / "kernels"
 IGNORED = shutil.ignore_patterns("__pycache__", "*.egg-info")
 
 
-def run_python(code: str, **kwargs) -> str:
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **kwargs)
+def run_python(code: str, *options: str, **kwargs) -> str:
+    result = subprocess.run([sys.executable, *options, "-c", code], capture_output=True, text=True, **kwargs)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -70,15 +70,15 @@ def test_editable_install_maps_the_kernels(tmp_path):
     (path,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(path) as wheel:
         wheel.extractall(tmp_path / "site")
+    # Without `site`: an editable install of the repository itself must not answer.
     code = f"""
-import site, sys
-sys.path = [entry for entry in sys.path if entry and {str(ROOT)!r} not in entry]
+import site
 site.addsitedir({str(tmp_path / "site")!r})
 from importlib.util import find_spec
 print(find_spec("treespec_kernels").origin, find_spec("hf_treespec.ops").origin)
 """
     expected = [source / "kernels" / "treespec_kernels", source / "hf_treespec" / "ops"]
-    assert run_python(code, cwd=tmp_path).split() == [str(folder / "__init__.py") for folder in expected]
+    assert run_python(code, "-S", cwd=tmp_path).split() == [str(folder / "__init__.py") for folder in expected]
 
 
 @pytest.fixture(scope="module")

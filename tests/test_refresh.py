@@ -20,7 +20,7 @@ from rounds import (
 import hf_treespec.cache
 import hf_treespec.fork
 from hf_treespec import TokenTree, ops
-from hf_treespec.bench.oracle import oracle_logits
+from hf_treespec.oracle import oracle_logits
 
 
 def test_fifty_rounds_of_random_acceptance(model):

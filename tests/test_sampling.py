@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, TemperatureLogi
 
 import hf_treespec
 from hf_treespec import TokenTree, ops
-from hf_treespec.bench.oracle import oracle_logits
+from hf_treespec.oracle import oracle_logits
 from hf_treespec.processors import bind
 from hf_treespec.sampling import SEED_RANGE, gumbel_noise, perturbed, resolve_seeds
 from hf_treespec.selection import TokenSelector

@@ -7,8 +7,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_treespec
 from hf_treespec import TreeConfig
-from hf_treespec.bench.oracle import first_difference
 from hf_treespec.demo import checkpoint
+from hf_treespec.oracle import first_difference
 from hf_treespec.prompts import encode_prompts
 
 

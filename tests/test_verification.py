@@ -17,8 +17,8 @@ from transformers import DynamicCache
 
 import hf_treespec
 from hf_treespec import TokenTree, TreeCache
-from hf_treespec.bench.oracle import oracle_logits
 from hf_treespec.fork import DEFAULT_SPARE
+from hf_treespec.oracle import oracle_logits
 
 
 SLIDING, CSA, HCA = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"

@@ -19,8 +19,8 @@ from tqdm.auto import tqdm
 
 from ..config import TreeConfig
 from ..heads import DraftHead, load_head
+from ..intervals import Interval, ratio_of_sums
 from ..prompts import encode_prompts, read_prompts
-from .intervals import Interval, ratio_of_sums
 from .replay import Recording, RowStats, observe, record, replay
 
 

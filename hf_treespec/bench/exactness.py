@@ -12,7 +12,7 @@ from rich.console import Console
 from tqdm.auto import tqdm
 
 from ..config import TreeConfig
-from .oracle import first_difference
+from ..oracle import first_difference
 
 
 def main(

@@ -11,7 +11,7 @@ from ..tree import TokenTree
 
 @dataclass
 class Shape:
-    """Widths of one attention layer; those of DeepSeek-V4-Flash are `FLASH`."""
+    """Widths of one attention layer; `bench.gpu_check` has those of DeepSeek-V4-Flash."""
 
     heads: int = 4
     head_dim: int = 32

@@ -20,9 +20,9 @@ from tqdm.auto import tqdm
 from ..cache import TreeCache
 from ..config import TreeConfig
 from ..generation import TreeStats
+from ..intervals import Interval, interleave, median_ratio
 from ..prefill import prefill
 from ..tree import TokenTree
-from .intervals import Interval, interleave, median_ratio
 
 
 app = typer.Typer(add_completion=False)
@@ -62,6 +62,9 @@ def shipped(
     prompts: Annotated[Path, typer.Option(help="JSONL file of prompts.")],
     model: Annotated[str | None, typer.Option(help="Target; the shipped one by default.")] = None,
     assistant: Annotated[str | None, typer.Option(help="Draft model; the shipped one by default.")] = None,
+    head: Annotated[
+        bool, typer.Option("--head", help="Draft with the head in the target's checkpoint instead.")
+    ] = False,
     pairs: Annotated[int, typer.Option(min=2)] = 25,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 64,
     shapes: Annotated[str, typer.Option(help="Trees to try, as budget:depth.")] = "4:2,5:3,6:3,8:3,8:4,8:5",
@@ -72,10 +75,13 @@ def shipped(
     import hf_treespec
 
     from ..demo import checkpoint
+    from ..heads import head_of
     from ..prompts import encode_prompts, read_prompts
 
     target = hf_treespec.enable(AutoModelForCausalLM.from_pretrained(model or checkpoint("tiny-target")))
-    draft = hf_treespec.enable(AutoModelForCausalLM.from_pretrained(assistant or checkpoint("tiny-draft")))
+    draft = None
+    if not head:
+        draft = hf_treespec.enable(AutoModelForCausalLM.from_pretrained(assistant or checkpoint("tiny-draft")))
     tokenizer = AutoTokenizer.from_pretrained(model or checkpoint("tiny-target"))
     texts = [row["prompt"] for row in read_prompts(prompts)[:pairs]]
     ids = [encode_prompts(tokenizer, [text])["input_ids"] for text in texts]
@@ -99,7 +105,7 @@ def shipped(
             return_dict_in_generate=True,
         )
 
-    forwards = _ForwardTimer(target, draft)
+    forwards = _ForwardTimer(target, head_of(target) if head else draft)
     for shape in shapes.split(","):
         budget, depth = map(int, shape.split(":"))
         _tree_against_plain(run, TreeConfig(budget=budget, depth=depth), ids, forwards)
@@ -120,17 +126,19 @@ def _plain_against_stock(target, pairs: int, max_new_tokens: int) -> Interval:
 
 
 class _ForwardTimer:
-    """Seconds spent inside the models' forwards of at most `widest` columns, i.e. in rounds: prompts are longer."""
+    """Seconds spent inside the forwards of models, and of a head, of at most `widest` columns, i.e. in rounds: prompts are longer."""
 
     def __init__(self, *models, widest: int = 32) -> None:
         self.seconds = 0.0
         self.widest = widest
         for model in models:
-            model.register_forward_pre_hook(lambda _, args, kwargs: self._add(kwargs, -1), with_kwargs=True)
-            model.register_forward_hook(lambda _, args, kwargs, output: self._add(kwargs, 1), with_kwargs=True)
+            model.register_forward_pre_hook(lambda _, args, kwargs: self._add(args, kwargs, -1), with_kwargs=True)
+            model.register_forward_hook(lambda _, args, kwargs, output: self._add(args, kwargs, 1), with_kwargs=True)
 
-    def _add(self, kwargs: dict, sign: int) -> None:
-        if kwargs["input_ids"].shape[1] <= self.widest:
+    def _add(self, args: tuple, kwargs: dict, sign: int) -> None:
+        # Of a head the first argument is what it computes on.
+        inputs = args[0] if args else kwargs["input_ids"]
+        if inputs.shape[1] <= self.widest:
             self.seconds += sign * time.perf_counter()
 
 

@@ -28,11 +28,12 @@ class AcceptanceCalibration:
     def __init__(
         self, rows: int, top_k: int, device: torch.device | None = None, exponent: float = 0.6, share: float = 0.8
     ) -> None:
-        self.edges = torch.tensor(_EDGES, device=device)
-        self.exponents = torch.tensor([exponent] + [1.0] * (top_k - 1), device=device)
-        self.shares = torch.tensor([1.0] + [share] * (top_k - 1), device=device)
+        options = {"dtype": torch.float32, "device": device}
+        self.edges = torch.tensor(_EDGES, **options)
+        self.exponents = torch.tensor([exponent] + [1.0] * (top_k - 1), **options)
+        self.shares = torch.tensor([1.0] + [share] * (top_k - 1), **options)
         # Accepted and expected, side by side: `[rows, k, groups, 2]`.
-        self.counts = torch.full((rows, top_k, len(_EDGES) + 1, 2), _PRIOR_WEIGHT, dtype=torch.float32, device=device)
+        self.counts = torch.full((rows, top_k, len(_EDGES) + 1, 2), _PRIOR_WEIGHT, **options)
         self.ranks = torch.arange(top_k, device=device)
 
     def prior(self, probabilities: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Growing a tree level by level: what drafters have in common that run one forward per level."""
+"""Growing a tree level by level: what drafters have in common that score candidates with a model."""
 
 import math
 
@@ -14,9 +14,10 @@ from .candidates import CandidatePool
 
 
 class LevelTreeGenerator(TreeCandidateGenerator):
-    """Grows trees in a fork of a cache: per level one forward over all rows and frontier nodes.
+    """Grows trees level by level, all rows and frontier nodes at once.
 
-    Subclasses open the fork, call `_grow` in it, and say what a forward of its query nodes is.
+    Subclasses call `_grow` and say where the logits of a level come from; those that run a forward per level do so in a
+    fork of a cache, which they open around it.
 
     Args:
         tree_config: budget, and `top_k` candidates per expanded node as well as expanded nodes per level.

@@ -46,4 +46,5 @@ class StreamTaps:
 
     def take(self) -> list[Tensor]:
         """The streams of the last forward; they are let go of."""
-        return [self._seen.pop(layer) for layer in self.layers]
+        seen, self._seen = self._seen, {}
+        return [seen[layer] for layer in self.layers]

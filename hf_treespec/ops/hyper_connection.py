@@ -51,19 +51,13 @@ def hyper_connection(
 
 
 def _sinkhorn(comb: Tensor, epsilon: float, iterations: int) -> Tensor:
-    """Columns and rows of `[T, n, n]` divided by their sums (plus epsilon) in turn.
-
-    The matrix stays as it is, scaled by one factor per row and column: a division of all rows is one product. What is
-    kept is the factors' reciprocals, to which the epsilon adds in the same call.
-    """
-    transposed = comb.transpose(1, 2)
-    row = rows = columns = comb.new_ones(len(comb), comb.shape[1], 1)
-    columns = torch.baddbmm(columns, transposed, row, beta=epsilon)
+    """Columns and rows of `[T, n, n]` divided by their sums (plus epsilon) in turn, as stock rounds it: collecting the
+    divisors in one factor per row and column takes fewer calls, but moved single logits by 4e-6 of the largest."""
+    comb = comb / (comb.sum(1, keepdim=True) + epsilon)
     for _ in range(iterations - 1):
-        rows = torch.baddbmm(rows, comb, columns.reciprocal(), beta=epsilon)
-        row = rows.reciprocal()
-        columns = torch.baddbmm(columns, transposed, row, beta=epsilon)
-    return comb * row / columns.transpose(1, 2)
+        comb = comb / (comb.sum(2, keepdim=True) + epsilon)
+        comb = comb / (comb.sum(1, keepdim=True) + epsilon)
+    return comb
 
 
 def mix_streams(post: Tensor, comb: Tensor, output: Tensor, streams: Tensor, backend: str = "torch") -> Tensor:

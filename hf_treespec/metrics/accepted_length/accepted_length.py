@@ -4,7 +4,7 @@ import datasets
 import evaluate
 import torch
 
-from hf_treespec.bench.intervals import ratio_of_sums
+from hf_treespec.intervals import ratio_of_sums
 
 
 _DESCRIPTION = """

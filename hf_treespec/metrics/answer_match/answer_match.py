@@ -7,7 +7,7 @@ import datasets
 import evaluate
 import torch
 
-from hf_treespec.bench.intervals import bootstrap
+from hf_treespec.intervals import bootstrap
 
 
 _DESCRIPTION = r"""

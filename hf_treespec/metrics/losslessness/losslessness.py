@@ -4,9 +4,9 @@ import datasets
 import evaluate
 import torch
 
-from hf_treespec.bench.oracle import oracle_logits
 from hf_treespec.metrics.tokens import first_difference
 from hf_treespec.modeling import device_of
+from hf_treespec.oracle import oracle_logits
 
 
 _DESCRIPTION = """

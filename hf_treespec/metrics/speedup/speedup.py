@@ -3,7 +3,7 @@
 import datasets
 import evaluate
 
-from hf_treespec.bench.intervals import median_ratio
+from hf_treespec.intervals import median_ratio
 
 
 _DESCRIPTION = """
