@@ -26,7 +26,7 @@ class TreeAttention(stock.DeepseekV4Attention):
         batch, count, _ = hidden_states.shape
         geometry = cache.open_fork.geometry(hidden_states.device)
         rope = position_embeddings[self.rope_layer_type]
-        angle = geometry.memo(("angle", self.rope_layer_type), lambda: _angle(rope))  # [B, Q, R / 2]
+        angle = geometry.memo(("angle", self.rope_layer_type), lambda: ops.unit_angle(rope))  # [B, Q, R / 2]
         inverse = geometry.memo(("inverse", self.rope_layer_type), lambda: angle.conj().resolve_conj())
 
         q_residual = self.q_a_norm(self.q_a_proj(hidden_states))
@@ -47,11 +47,6 @@ class TreeAttention(stock.DeepseekV4Attention):
         return self.o_b_proj(grouped), None
 
 
-def _angle(rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Half-sized `(cos, sin)` of a rotary embedding as unit complex numbers in fp32."""
-    return torch.complex(*(part.float() for part in rope))
-
-
 def _close_entries(module, name: str, hidden_states: Tensor, cache: TreeCache, layer_idx: int) -> Tensor:
     """Projects the query nodes and pools the entries they close; returns all own-path entries `[B, J, d]`."""
     fork = cache.open_fork
@@ -64,7 +59,7 @@ def _close_entries(module, name: str, hidden_states: Tensor, cache: TreeCache, l
 
     def angle() -> Tensor:
         first = geometry.positions.gather(1, closers.clamp(min=0)) // state.ratio * state.ratio
-        return _angle(module.rotary_emb(hidden_states, position_ids=first, layer_type=module.rope_layer_type))
+        return ops.unit_angle(module.rotary_emb(hidden_states, position_ids=first, layer_type=module.rope_layer_type))
 
     with align_module_device(module.kv_norm):
         norm = (module.kv_norm.weight, module.kv_norm.variance_epsilon)
@@ -112,7 +107,7 @@ class TreeIndexer(stock.DeepseekV4Indexer):
         batch, count, _ = hidden_states.shape
         angle = geometry.memo(
             ("angle", self.rope_layer_type),
-            lambda: _angle(self.rotary_emb(hidden_states, position_ids, layer_type=self.rope_layer_type)),
+            lambda: ops.unit_angle(self.rotary_emb(hidden_states, position_ids, layer_type=self.rope_layer_type)),
         )
         query = self.q_b_proj(q_residual).view(batch, count, -1, self.head_dim)
         query = ops.rotate_(query, angle[:, :, None])

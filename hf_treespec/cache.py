@@ -139,15 +139,16 @@ class TreeCache(ForkableCache):
     def set_head(self, config, head=None) -> None:
         """Makes the head rings those of `head` (of none by default). Rings that this head has not filled along with the
         rest empty the whole cache; a copy or pickle of a cache is taken to have been filled by it."""
-        count, filled_by = 0 if head is None else len(head.layers), self._head and self._head()
-        self._head = head and weakref.ref(head)
-        if count == self.head_layers and filled_by in (None, head):
-            return
-        if count:
-            self.reset()
-        layers = self.layers[: len(self.layers) - self.head_layers]
-        self.layers = layers + [TreeCacheLayer(config, "sliding_attention") for _ in range(count)]
-        self.head_layers = count
+        count = 0 if head is None else len(head.layers)
+        # A reference whose head is gone is another head's.
+        same = self._head is None or self._head() is head
+        if count != self.head_layers or count and not same:
+            if count:
+                self.reset()
+            layers = self.layers[: len(self.layers) - self.head_layers]
+            self.layers = layers + [TreeCacheLayer(config, "sliding_attention") for _ in range(count)]
+            self.head_layers = count
+        self._head = None if head is None else weakref.ref(head)
 
     def window(self, layer_idx: int, node_kv: Tensor) -> tuple[Tensor, Tensor]:
         """The layer's committed ring, and all nodes' keys `[B, N, D]`, given those of the query nodes."""

@@ -37,6 +37,7 @@ Budget = Annotated[
     int | None, typer.Option(help="Nodes verified per round, the root included; 1 is plain decoding, 8 the default.")
 ]
 Depth = Annotated[int | None, typer.Option(help="Drafted levels below the root.")]
+Drafter = Annotated[str, typer.Option(help="As in `TreeConfig`; 'ngram' needs neither model nor head.")]
 TopK = Annotated[int | None, typer.Option(help="Children per expanded node; 1 drafts a chain.")]
 
 
@@ -46,15 +47,16 @@ def demo(
     assistant: Annotated[str | None, typer.Option(help="Draft model; by default the tiny one.")] = None,
     max_new_tokens: MaxNewTokens = 96,
     budget: Budget = None,
-    # The fastest shape for the shipped pair on a CPU, where a drafted level costs a quarter of a target step.
+    # On a CPU a drafted level of the shipped pair costs a quarter of a target step: deeper trees do not pay.
     depth: Depth = 3,
     top_k: TopK = None,
 ) -> None:
     """Decode prompts in four ways, compare text and speed, and draw a draft tree. Works offline."""
     with _readable_errors():
+        from .config import TreeConfig
         from .demo import run
 
-        run(Console(), model, assistant, max_new_tokens, _tree_options(8 if budget is None else budget, depth, top_k))
+        run(Console(), model, assistant, max_new_tokens, TreeConfig(8 if budget is None else budget, depth, top_k))
 
 
 @app.command()
@@ -73,6 +75,7 @@ def generate(
             exists=True, dir_okay=False, help='File: JSON lines {"prompt": ...} or {"turns": [...]}, or .txt lines.'
         ),
     ] = None,
+    drafter: Drafter = "auto",
     max_new_tokens: MaxNewTokens = 128,
     budget: Budget = None,
     depth: Depth = None,
@@ -89,19 +92,21 @@ def generate(
 ) -> None:
     """Generate greedily with draft trees. Of a prompt with several turns the first is asked."""
     with _readable_errors():
+        from .config import TreeConfig
         from .prompts import read_prompts
 
         rows = [{"prompt": text} for text in prompt or []] + (read_prompts(prompts) if prompts else [])
         if not rows:
             raise ValueError("There is nothing to do: pass `--prompt TEXT` or `--prompts FILE`.")
-        drafts = bool(assistant) or budget != 1 and _ships_head(model)
+        drafts = bool(assistant) or drafter == "ngram" or budget != 1 and _ships_head(model)
         if budget is None:
             budget = 8 if drafts else 1
         if budget > 1 and not drafts:
             raise ValueError(
-                f"`--budget {budget}`, but {model!r} ships no draft head: pass `--assistant`, or `--budget 1`."
+                f"`--budget {budget}`, but {model!r} ships no draft head: pass `--assistant`, `--drafter ngram`, or "
+                "`--budget 1`."
             )
-        options = {"tree_config": _tree_options(budget, depth, top_k), "max_new_tokens": max_new_tokens}
+        options = {"tree_config": TreeConfig(budget, depth, top_k, drafter), "max_new_tokens": max_new_tokens}
         if assistant:
             options["assistant_model"] = _load(assistant, dtype, device_map)
         target, tokenizer = _load_target(model, dtype, device_map)
@@ -128,9 +133,11 @@ def train_head(
     max_new_tokens: MaxNewTokens = 128,
     max_length: Annotated[int, typer.Option(min=16, help="Texts are cut to this many tokens.")] = 512,
     learning_rate: Annotated[float, typer.Option(min=0.0)] = 2e-3,
-    block_size: Annotated[int, typer.Option(min=1, help="DSpark: tokens per block.")] = 5,
+    block_size: Annotated[int | None, typer.Option(min=1, help="DSpark: tokens per block. [default: 5]")] = None,
     noise_token_id: Annotated[int | None, typer.Option(help="DSpark: fills the block. [default: the last id]")] = None,
-    markov_rank: Annotated[int, typer.Option(min=1, help="DSpark: rank of the Markov term.")] = 64,
+    markov_rank: Annotated[
+        int | None, typer.Option(min=1, help="DSpark: rank of the Markov term. [default: 64]")
+    ] = None,
     target_layer_ids: Annotated[
         str | None, typer.Option(help="DSpark: layers it sees, comma-separated. [default: the last three]")
     ] = None,
@@ -146,16 +153,22 @@ def train_head(
         from .config import HEADS
         from .training.run import run
 
+        if kind not in HEADS:
+            raise ValueError(f"`--kind` is {kind!r}; allowed values are {HEADS}.")
         settings = {
             "dspark_block_size": block_size,
             "dspark_noise_token_id": noise_token_id,
             "dspark_markov_rank": markov_rank,
-            "dspark_target_layer_ids": target_layer_ids and [int(layer) for layer in target_layer_ids.split(",")],
+            "dspark_target_layer_ids": _layer_ids(target_layer_ids),
         }
+        given = ["--" + key.removeprefix("dspark_").replace("_", "-") for key in settings if settings[key] is not None]
+        if given and (kind == "mtp" or initial is not None):
+            place = "an MTP head has none" if kind == "mtp" else f"the head of {initial!r} has its own"
+            raise ValueError(
+                f"{', '.join(given)}: {place}; drop what is given, or train a new head of `--kind dspark`."
+            )
         work_dir = output / "training" if work_dir is None else work_dir
         sizes = (max_new_tokens, max_length, steps, batch_size, learning_rate, seed, bf16)
-        if kind not in HEADS:
-            raise ValueError(f"`--kind` is {kind!r}; allowed values are {HEADS}.")
         run(
             Console(), *_load_target(model, dtype, device_map), kind, data, output, work_dir, initial, settings, *sizes
         )
@@ -191,7 +204,7 @@ def check(
     assistant: Annotated[
         str | None, typer.Option(help="Draft model; without one, the head in the target's checkpoint.")
     ] = None,
-    drafter: Annotated[str, typer.Option(help="As in `TreeConfig`; 'ngram' needs neither model nor head.")] = "auto",
+    drafter: Drafter = "auto",
     max_new_tokens: MaxNewTokens = 128,
     limit: Annotated[int, typer.Option(min=1, help="Prompts to take from the file.")] = 32,
     budget: Budget = None,
@@ -308,6 +321,15 @@ def _check(
     )
 
 
+def _layer_ids(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise ValueError(f"`--target-layer-ids` is {text!r}; it must be layer numbers from 0, comma-separated.")
+    return [int(part) for part in parts]
+
+
 def _ships_head(model: str) -> bool:
     from .heads import detect_head
 
@@ -315,12 +337,6 @@ def _ships_head(model: str) -> bool:
         return detect_head(model) is not None
     except ValueError:
         return False
-
-
-def _tree_options(budget: int, depth: int | None, top_k: int | None):
-    from .config import TreeConfig
-
-    return TreeConfig(budget=budget, depth=depth, top_k=top_k)
 
 
 @contextmanager

@@ -100,7 +100,7 @@ def inspect_checkpoint(path: str) -> CheckpointReport:
         sizes=footprint.sizes(),
         gpus=gpu_table(config, footprint),
         packages=packages,
-        warnings=[*_head_warnings(head, stored), *_loading_warnings(footprint, packages)],
+        warnings=[*_head_warnings(settings, head, stored), *_loading_warnings(footprint, packages)],
     )
 
 
@@ -133,11 +133,13 @@ def _head(settings: dict[str, Any], layers: int, stored: set[str] | None) -> dic
     found = {name for name in map(names.canonical, stored or ()) if name}
     # The ratios go on behind the trunk's layers: one entry per stage.
     stages = names.stages(found) or max(1, len(settings.get("compress_ratios") or ()) - layers)
-    if settings.get("dspark_block_size") is not None:
+    # Without tensor names the config alone may tell.
+    kind = names.kind(settings, found if stored is not None else {"unknown"})
+    if kind == "dspark":
         options = {key.removeprefix("dspark_"): value for key, value in settings.items() if key.startswith("dspark_")}
         why = f"config.json has `dspark_block_size` {settings['dspark_block_size']}"
         return {"kind": "dspark", "known": True, "why": why, "stages": stages, "tensors": len(found), **options}
-    if found:
+    if found and kind == "mtp":
         return {
             "kind": "mtp",
             "known": True,
@@ -148,7 +150,7 @@ def _head(settings: dict[str, Any], layers: int, stored: set[str] | None) -> dic
     if stored is None:
         why = "neither an index nor weights are here: without tensor names an MTP head cannot be told from none"
         return {"kind": None, "known": False, "why": why}
-    why = "config.json has no `dspark_block_size`, and no tensor is named `mtp.*`"
+    why = "no tensor is named `mtp.*`"
     return {"kind": None, "known": True, "why": why}
 
 
@@ -164,9 +166,9 @@ def _drafter(head: dict[str, Any]) -> dict[str, Any]:
     return {"auto": None, "why": f"{head['why']}. {WAY_OUT}"}
 
 
-def _head_warnings(head: dict[str, Any], stored: set[str] | None) -> list[str]:
+def _head_warnings(settings: dict[str, Any], head: dict[str, Any], stored: set[str] | None) -> list[str]:
     found = {name for name in map(names.canonical, stored or ()) if name}
-    if head["kind"] == "dspark" and stored is not None and not found:
+    if settings.get("dspark_block_size") is not None and stored is not None and not found:
         return ["The config is that of a DSpark checkpoint, but no tensor is named `mtp.*`: the head is missing."]
     other = {"dspark": "mtp", "mtp": "dspark"}.get(head["kind"])
     strange = names.only_of(other, found) if other else []

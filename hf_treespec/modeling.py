@@ -167,7 +167,10 @@ def _effective_forward(module: nn.Module):
 
 def device_of(model: nn.Module) -> torch.device:
     """Where the model expects `input_ids`: the embedding's execution device under accelerate hooks."""
-    embedding = unwrap(model).get_input_embeddings()
-    hook = getattr(embedding, "_hf_hook", None)
-    execution = getattr(hook, "execution_device", None)
-    return torch.device(execution) if execution is not None else embedding.weight.device
+    return execution_device(unwrap(model).get_input_embeddings())
+
+
+def execution_device(module: nn.Module) -> torch.device:
+    """Where a module with a `weight` runs: its own device, or the one that accelerate's hook brings it to."""
+    execution = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+    return module.weight.device if execution is None else torch.device(execution)

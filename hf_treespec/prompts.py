@@ -70,3 +70,29 @@ def encode_prompts(tokenizer, prompts: list[str], chat: bool | None = None) -> d
     # A chat template writes the special tokens itself.
     encoded = tokenizer(prompts, add_special_tokens=not chat, padding=True, padding_side="left", return_tensors="pt")
     return {name: encoded[name] for name in ("input_ids", "attention_mask")}
+
+
+def pad_left(rows: list[list[int]], pad: int) -> dict[str, Any]:
+    """`input_ids` and `attention_mask`, each a tensor `[B, P]`, of prompts as token ids."""
+    import torch
+
+    width = max(map(len, rows))
+    ids = [[pad] * (width - len(row)) + row for row in rows]
+    mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+
+
+def continue_greedily(model, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
+    """Prompts (token ids) with what an enabled model writes behind them, the end-of-sequence token included."""
+    from .config import TreeConfig
+    from .modeling import device_of
+
+    batch = pad_left(prompts, model.generation_config.pad_token_id or 0)
+    inputs = {name: tensor.to(device_of(model)) for name, tensor in batch.items()}
+    options = {"max_new_tokens": max_new_tokens, "do_sample": False, "return_dict_in_generate": True}
+    output = model.generate(**inputs, **options, tree_config=TreeConfig(budget=1))
+    width = batch["input_ids"].shape[1]
+    # The cache holds all but the last token of each row.
+    lengths = (output.cache.lengths + 1).tolist()
+    rows = zip(output.sequences.tolist(), prompts, lengths)
+    return [text[width - len(prompt) :][:length] for text, prompt, length in rows]

@@ -91,7 +91,8 @@ class StopStringRule:
 
 
 class RowIndependentRule:
-    """A criterion whose class says `row_independent = True`: called on padded texts, none twice, without scores."""
+    """A criterion whose class says `row_independent = True`: called on padded texts, as often as is convenient, without
+    scores."""
 
     def __init__(self, criterion, texts: Texts) -> None:
         self.criterion = criterion

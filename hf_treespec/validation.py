@@ -250,9 +250,9 @@ def check_assistant(model, assistant_model, tree_config: TreeConfig) -> None:
 
 def _check_outputs(name: str, config) -> None:
     """Raises unless a model returns what we read, by name."""
-    for option, needed in (("output_router_logits", False), ("return_dict", True)):
-        if bool(getattr(config, option, needed)) is not needed:
-            raise ValueError(f"`{name}.config.{option}` is {not needed}; tree decoding needs it {needed}.")
+    for key, needed in (("output_router_logits", False), ("return_dict", True)):
+        if bool(getattr(config, key, needed)) is not needed:
+            raise ValueError(f"`{name}.config.{key}` is {not needed}; tree decoding needs it {needed}.")
 
 
 def check_positions(assistant_model, max_length: int) -> None:

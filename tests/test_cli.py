@@ -181,7 +181,8 @@ def test_train_head_then_generate_with_it(pair, tmp_path):
     ]
     sizes = ["--steps", "4", "--batch-size", "4", "--max-new-tokens", "6"]
     for kind in ("mtp", "dspark"):
-        result = invoke("train-head", "--kind", kind, *options, *sizes, "--target-layer-ids", "1,2")
+        own = ["--target-layer-ids", "1,2", "--block-size", "3"] if kind == "dspark" else []
+        result = invoke("train-head", "--kind", kind, *options, *sizes, *own)
         assert result.exit_code == 0, result.output
         assert "tokens per round" in result.output
         assert detect_head(model) == kind
@@ -195,3 +196,19 @@ def test_train_head_then_generate_with_it(pair, tmp_path):
     assert result.exit_code == 1 and "continues another prompt" in result.output
     result = invoke("train-head", "--kind", "eagle", *options, *sizes)
     assert result.exit_code == 1 and "'eagle'" in result.output
+    for wrong, words in (
+        (["--kind", "mtp", "--block-size", "3"], "--block-size: an MTP head has none"),
+        (["--kind", "dspark", "--initial", "x", "--markov-rank", "3"], "the head of 'x' has its own"),
+        (["--kind", "dspark", "--target-layer-ids", "1,last"], "`--target-layer-ids` is '1,last'"),
+    ):
+        result = invoke("train-head", *wrong, *options, *sizes)
+        assert result.exit_code == 1 and words in result.output, result.output
+
+
+def test_generate_by_prompt_lookup(pair):
+    """What needs neither a draft model nor a head."""
+    options = ["--model", pair[1], "--prompt", "abcabcabc", "--max-new-tokens", "6", "--raw", "--drafter"]
+    result = invoke("generate", *options, "ngram")
+    assert result.exit_code == 0, result.output
+    result = invoke("generate", *options, "eagle")
+    assert result.exit_code == 1 and "`drafter` is 'eagle'" in result.output

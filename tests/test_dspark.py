@@ -14,10 +14,9 @@ from heads import (
     write_checkpoint,
 )
 from oracle import TOLERANCE, build_model, generator, random_texts, tiny_config
-from rounds import assert_same_state
 from safetensors.torch import save_file
 from test_heads import dequantise, quantise, quantise_trunk
-from test_mtp import MadeUpRounds
+from test_mtp import MadeUpRounds, assert_plain_text, assert_reuse
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
@@ -174,30 +173,11 @@ def test_deeper_than_the_block_warns_once(target, caplog):
     "tree", [{"budget": 6, "top_k": 1}, TREE, {"budget": 8, "depth": 7}, {"budget": 8, "drafter": "dspark"}], ids=str
 )
 def test_trees_of_the_head_write_the_plain_text(target, tree):
-    texts = random_texts(generator(2), (23, 5, 40, 1, 17, 31, 2, 9))
-    _, plain = run(target, texts, 20, tree_config={"budget": 1})
-    output, together = run(target, texts, 20, tree_config=tree, prefill_chunk_size=11)
-    assert torch.equal(torch.cat(together), torch.cat(plain))
-    assert len(output.tree_stats["accepted_lengths"]) >= 3  # it is right often enough to matter
-    for row in (0, 3, 6):
-        assert torch.equal(run(target, [texts[row]], 20, tree_config=tree)[1][0], plain[row])
+    assert_plain_text(target, tree)
 
 
 def test_a_reused_cache_holds_what_a_fresh_one_does(target):
-    prompts = random_texts(generator(5), (23, 6))
-    first, written = run(target, prompts, 20, tree_config=TREE)
-    new = random_texts(generator(6), (7, 3))
-    turns = {
-        "continued": [torch.cat(pair) for pair in zip(written, new)],
-        "rewound": [torch.cat([text[:-9], more]) for text, more in zip(written, new)],
-    }
-    for name, texts in turns.items():
-        cache = copy.deepcopy(first.cache)
-        output, again = run(target, texts, 12, tree_config=TREE, cache=cache)
-        fresh, expected = run(target, texts, 12, tree_config=TREE)
-        assert torch.equal(torch.cat(again), torch.cat(expected)), name
-        assert output.cache.head_layers == 3
-        assert_same_state(cache, fresh.cache)
+    assert_reuse(target, TREE)
 
 
 # The checkpoint

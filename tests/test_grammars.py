@@ -1,18 +1,16 @@
-"""JSON schemas by xgrammar (not needed otherwise): valid, and the text of plain decoding."""
+"""JSON schemas by xgrammar (an extra): valid, and the text of plain decoding."""
 
 import json
 from importlib.resources import files
 
 import pytest
 import torch
+import xgrammar
 from decoding import run
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList
+from xgrammar.contrib import hf
 
 import hf_treespec
-
-
-xgrammar = pytest.importorskip("xgrammar")
-from xgrammar.contrib import hf  # noqa: E402
 
 
 SCHEMA = {

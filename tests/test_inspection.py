@@ -207,6 +207,7 @@ def test_no_head(tmp_path):
 
 def test_heads_that_are_not_what_the_config_says(tmp_path):
     missing = inspect_checkpoint(write(tmp_path, FLASH_0731, {}))
+    assert missing.head["kind"] is None and missing.drafter["auto"] is None
     assert any("the head is missing" in text for text in missing.warnings)
     strange = inspect_checkpoint(write(tmp_path, FLASH, DSPARK_HEAD))
     assert any("taken for 'mtp'" in text and "main_proj" in text for text in strange.warnings)

@@ -63,13 +63,13 @@ def test_a_cache_knows_whose_keys_it_holds(checkpoint, target):
         other.layers[0].self_attn.kv_proj.weight.neg_()
     texts = random_texts(generator(1), (30, 21))
     first, texts = run(target, texts, tree_config=TREE)
-    own = head_of(target)
     try:
+        # The first head is gone by now, and its keys with it.
         hf_treespec.attach_head(target, other)
         fresh, _ = run(target, texts, tree_config=TREE)
         again, _ = run(target, texts, tree_config=TREE, cache=first.cache)
         assert_same_state(again.cache, fresh.cache)
-        hf_treespec.attach_head(target, own)
+        hf_treespec.attach_head(target, hf_treespec.load_head(checkpoint, target.config))
         pickled = pickle.loads(pickle.dumps(again.cache))
         assert run(target, texts, tree_config=TREE, cache=pickled)[0].cache is pickled
     finally:

@@ -2,6 +2,7 @@
 
 import sys
 
+import evaluate
 import pytest
 import torch
 from oracle import build_model, tiny_config
@@ -9,8 +10,6 @@ from oracle import build_model, tiny_config
 from hf_treespec import metrics
 from hf_treespec.oracle import oracle_logits
 
-
-evaluate = pytest.importorskip("evaluate")
 
 NAMES = {
     "accepted_length": "AcceptedLength",

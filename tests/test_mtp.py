@@ -151,8 +151,8 @@ def test_priming_matters(echo):
 # The text
 
 
-@pytest.mark.parametrize("tree", [{"budget": 4, "top_k": 1}, TREE, {"budget": 8, "drafter": "mtp"}], ids=str)
-def test_trees_of_the_head_write_the_plain_text(target, tree):
+def assert_plain_text(target, tree) -> None:
+    """Trees of the target's head write what plain decoding does, in a ragged batch and alone."""
     texts = random_texts(generator(2), (23, 5, 40, 1, 17, 31, 2, 9))
     _, plain = run(target, texts, 20, tree_config={"budget": 1})
     output, together = run(target, texts, 20, tree_config=tree, prefill_chunk_size=11)
@@ -160,6 +160,11 @@ def test_trees_of_the_head_write_the_plain_text(target, tree):
     assert len(output.tree_stats["accepted_lengths"]) >= 3  # it is right often enough to matter
     for row in (0, 3, 6):
         assert torch.equal(run(target, [texts[row]], 20, tree_config=tree)[1][0], plain[row])
+
+
+@pytest.mark.parametrize("tree", [{"budget": 4, "top_k": 1}, TREE, {"budget": 8, "drafter": "mtp"}], ids=str)
+def test_trees_of_the_head_write_the_plain_text(target, tree):
+    assert_plain_text(target, tree)
 
 
 def test_rows_leave_at_different_times(target):
@@ -189,9 +194,10 @@ def test_streams_of_other_threads_are_not_seen(target):
 # Reuse
 
 
-def test_a_reused_cache_holds_what_a_fresh_one_does(target):
+def assert_reuse(target, tree) -> None:
+    """A reused cache holds what a fresh one does, the head's rings included."""
     prompts = random_texts(generator(5), (23, 6))
-    first, written = run(target, prompts, 20, tree_config=TREE)
+    first, written = run(target, prompts, 20, tree_config=tree)
     new = random_texts(generator(6), (7, 3))
     turns = {
         "continued": [torch.cat(pair) for pair in zip(written, new)],
@@ -201,11 +207,15 @@ def test_a_reused_cache_holds_what_a_fresh_one_does(target):
     }
     for name, texts in turns.items():
         cache = copy.deepcopy(first.cache)
-        output, again = run(target, texts, 12, tree_config=TREE, cache=cache)
-        fresh, expected = run(target, texts, 12, tree_config=TREE)
+        output, again = run(target, texts, 12, tree_config=tree, cache=cache)
+        fresh, expected = run(target, texts, 12, tree_config=tree)
         assert torch.equal(torch.cat(again), torch.cat(expected)), name
-        assert output.cache is cache
+        assert output.cache is cache and cache.head_layers == len(head_of(target).layers)
         assert_same_state(cache, fresh.cache)
+
+
+def test_a_reused_cache_holds_what_a_fresh_one_does(target):
+    assert_reuse(target, TREE)
 
 
 def test_a_cache_changes_its_drafter(target):

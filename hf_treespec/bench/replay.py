@@ -17,6 +17,7 @@ from ..drafting.head import HeadTreeGenerator
 from ..generation import TreeStats, decode_rows, draft_depth
 from ..heads import DraftHead, StreamTaps
 from ..prefill import prefill
+from ..prompts import continue_greedily
 from ..selection import TokenSelector
 from ..texts import Texts
 from ..tree import TokenTree
@@ -92,26 +93,10 @@ class _RecordedTarget:
 def record(model, prompts: list[list[int]], max_new_tokens: int, batch_size: int = 32, progress=iter) -> Recording:
     """Decodes `prompts` (token ids) greedily with `budget=1`; `progress` wraps the iterable over batches."""
     texts = []
-    pad = model.generation_config.pad_token_id or 0
     for start in progress(range(0, len(prompts), batch_size)):
-        batch = prompts[start : start + batch_size]
-        width = max(map(len, batch))
-        ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in batch])
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in batch])
-        output = model.generate(
-            ids,
-            attention_mask=mask,
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            tree_config=TreeConfig(budget=1),
-            return_dict_in_generate=True,
-        )
-        # The cache holds all but the last token of each row.
-        for row, prompt in enumerate(batch):
-            emitted = int(output.cache.lengths[row]) + 1 - len(prompt)
-            texts.append(prompt + output.sequences[row, width : width + emitted].tolist())
+        texts += continue_greedily(model, prompts[start : start + batch_size], max_new_tokens)
     longest = max(map(len, texts))
-    tokens = torch.tensor([text + [pad] * (longest - len(text)) for text in texts])
+    tokens = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
     return Recording(
         tokens, torch.tensor([len(p) for p in prompts]), torch.tensor([len(t) for t in texts]), max_new_tokens
     )

@@ -54,7 +54,8 @@ class HeadTreeGenerator(LevelTreeGenerator):
         inside, place = place >= 0, place.clamp(min=0)
         nodes = path.gather(1, place).clamp(min=0)
         positions = (fork.lengths[:, None] + place).to(device)
-        batch, nodes, inside = (index.to(device) for index in (torch.arange(len(path))[:, None], nodes, inside))
+        batch = torch.arange(len(path), device=device)[:, None]
+        nodes, inside = nodes.to(device), inside.to(device)
         on_path = [stream[batch, nodes] for stream in streams]  # [B, count, hc_mult, D]
         features = self._features(on_path, following.gather(1, place))
         # What lies before the path goes to a row that is cut off.

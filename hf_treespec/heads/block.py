@@ -78,5 +78,4 @@ class DraftHead(nn.Module):
         """A stage's keys of its attention's inputs `[B, M, D]`: no query, no experts."""
         attention = self.layers[stage].self_attn
         keys = attention.kv_norm(attention.kv_proj(hidden_states))
-        cos, sin = self._rope(hidden_states, position_ids)["main"]
-        return ops.rotate_(keys, torch.complex(cos.float(), sin.float()))
+        return ops.rotate_(keys, ops.unit_angle(self._rope(hidden_states, position_ids)["main"]))

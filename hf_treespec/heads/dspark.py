@@ -25,8 +25,7 @@ class BlockAttention(stock.DeepseekV4Attention):
             context: rotated keys of the committed context, `[B, C, head_dim]`.
         """
         batch, count, _ = hidden_states.shape
-        cos, sin = position_embeddings[self.rope_layer_type]
-        angle = torch.complex(cos.float(), sin.float())
+        angle = ops.unit_angle(position_embeddings[self.rope_layer_type])
         query = self.q_b_proj(self.q_a_norm(self.q_a_proj(hidden_states))).view(batch, count, -1, self.head_dim)
         query = ops.rotate_(self.q_b_norm(query), angle[:, :, None])  # [B, Q, H, D]
         own = ops.rotate_(self.kv_norm(self.kv_proj(hidden_states)), angle)

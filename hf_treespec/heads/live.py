@@ -3,9 +3,7 @@
 import os
 from typing import Any
 
-import torch
-
-from ..modeling import HEAD_ATTRIBUTE, is_enabled, unwrap
+from ..modeling import HEAD_ATTRIBUTE, execution_device, is_enabled, unwrap
 from .alarm import AcceptanceAlarm
 from .block import DraftHead
 from .loader import WAY_OUT, load_head
@@ -73,9 +71,7 @@ def head_of(model: Any, kind: str | None = None) -> DraftHead:
     """
     model = unwrap(model)
     live = model.__dict__.get(HEAD_ATTRIBUTE) or LiveHead()
-    last = model.model.layers[-1].input_layernorm
-    device = getattr(getattr(last, "_hf_hook", None), "execution_device", None)
-    device = torch.device(last.weight.device if device is None else device)
+    device = execution_device(model.model.layers[-1].input_layernorm)
     if live.head is not None and live.key is None:
         if kind not in (None, live.head.kind):
             raise ValueError(f"`drafter={kind!r}`, but the head attached to the model is of kind {live.head.kind!r}.")

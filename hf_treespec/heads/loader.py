@@ -78,9 +78,7 @@ class HeadCheckpoint:
 
     def kind(self, config: Any = None) -> str | None:
         """`"dspark"`, `"mtp"` or `None`."""
-        if not self.names:
-            return None
-        return "mtp" if self.settings(config).get("dspark_block_size") is None else "dspark"
+        return names.kind(self.settings(config), self.names)
 
     def read(self, name: str) -> Tensor:
         """A tensor as it is stored."""

@@ -5,8 +5,9 @@ left over and what is written back follow from one table.
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 PREFIX = "mtp."
@@ -110,6 +111,18 @@ def scale_of(name: str, present: Collection[str]) -> str | None:
 def stages(names: Collection[str]) -> int:
     """How many stages the head has."""
     return 1 + max((int(name.split(".")[1]) for name in names), default=-1)
+
+
+def kind(settings: Mapping[str, Any], names: Collection[str]) -> str | None:
+    """`"dspark"` or `"mtp"`, `None` without tensors; the number of `num_nextn_predict_layers` is 1 for both.
+
+    Args:
+        settings: the keys of the checkpoint's config.
+        names: of the head's tensors.
+    """
+    if not names:
+        return None
+    return "mtp" if settings.get("dspark_block_size") is None else "dspark"
 
 
 def only_of(kind: str, names: Collection[str]) -> list[str]:

@@ -7,7 +7,7 @@ from .geometry import TreeGeometry
 from .hyper_connection import hyper_connection, mix_streams
 from .index_topk import index_topk
 from .refresh import scatter_path
-from .rotary import rotate_
+from .rotary import rotate_, unit_angle
 from .tree_attention import tree_attention
 
 
@@ -24,4 +24,5 @@ __all__ = [
     "rotate_",
     "scatter_path",
     "tree_attention",
+    "unit_angle",
 ]

@@ -52,7 +52,7 @@ def hyper_connection(
 
 def _sinkhorn(comb: Tensor, epsilon: float, iterations: int) -> Tensor:
     """Columns and rows of `[T, n, n]` divided by their sums (plus epsilon) in turn, as stock rounds it: collecting the
-    divisors in one factor per row and column takes fewer calls, but moved single logits by 4e-6 of the largest."""
+    divisors in one factor per row and column takes fewer calls, but moved a logit by 3.2e-6 of the largest."""
     comb = comb / (comb.sum(1, keepdim=True) + epsilon)
     for _ in range(iterations - 1):
         comb = comb / (comb.sum(2, keepdim=True) + epsilon)

@@ -4,6 +4,11 @@ import torch
 from torch import Tensor
 
 
+def unit_angle(rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Half-sized `(cos, sin)` of a rotary embedding as unit complex numbers in fp32."""
+    return torch.complex(*(part.float() for part in rope))
+
+
 def rotate_(x: Tensor, angle: Tensor) -> Tensor:
     """Rotates, in place and in fp32, the last `2 * angle.shape[-1]` channels of `x`, pairs of neighbours by one angle.
 

@@ -3,12 +3,9 @@
 import json
 from pathlib import Path
 
-import torch
-from torch import Tensor
 from tqdm.auto import tqdm
 
-from ..config import TreeConfig
-from ..prompts import encode_prompts
+from ..prompts import continue_greedily, encode_prompts
 
 
 def write_continuations(
@@ -35,7 +32,7 @@ def write_continuations(
     with path.open("a", encoding="utf-8") as file:
         for start in tqdm(range(len(rows), len(encoded), batch_size), desc="continuations"):
             batch = encoded[start : start + batch_size]
-            for ids, prompt in zip(_continue(model, batch, max_new_tokens), batch):
+            for ids, prompt in zip(continue_greedily(model, batch, max_new_tokens), batch):
                 rows.append((ids, len(prompt)))
                 file.write(json.dumps({"ids": ids, "prompt_length": len(prompt)}) + "\n")
             file.flush()
@@ -51,30 +48,3 @@ def _read(path: Path) -> list[tuple[list[int], int]]:
     path.write_text("".join(line + "\n" for line in whole), encoding="utf-8")
     rows = [json.loads(line) for line in whole]
     return [(row["ids"], row["prompt_length"]) for row in rows]
-
-
-def _continue(model, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
-    """The prompts with their greedy continuations, the end-of-sequence token included."""
-    pad = model.generation_config.pad_token_id or 0
-    ids, mask = pad_left(prompts, pad)
-    output = model.generate(
-        ids.to(model.device),
-        attention_mask=mask.to(model.device),
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        tree_config=TreeConfig(budget=1),
-        return_dict_in_generate=True,
-    )
-    # The cache holds all but the last token of each row.
-    lengths = (output.cache.lengths + 1).tolist()
-    texts = output.sequences.tolist()
-    width = ids.shape[1]
-    return [text[width - len(prompt) :][:length] for text, prompt, length in zip(texts, prompts, lengths)]
-
-
-def pad_left(rows: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
-    """Token ids `[B, P]`, padded on the left, and their mask."""
-    width = max(map(len, rows))
-    ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows])
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-    return ids, mask

@@ -9,9 +9,10 @@ from rich.console import Console
 
 from ..config import TreeConfig
 from ..heads import attach_head, load_head, save_head
-from ..prompts import read_prompts
-from .continuations import pad_left, write_continuations
-from .train import HELD_OUT, new_head, train_head
+from ..modeling import device_of
+from ..prompts import pad_left, read_prompts
+from .continuations import write_continuations
+from .train import held_out_count, new_head, train_head
 
 
 def run(
@@ -38,18 +39,19 @@ def run(
         output: a folder; that of the model puts the head beside it, where `generate` finds it.
         work_dir: where continuations and the state of the training are kept; an interrupted run goes on from there.
         initial: checkpoint whose head is trained on, instead of a new one.
-        settings: the `dspark_*` keys of a new DSpark head. `None` as `dspark_target_layer_ids` is the last three, as
-            `dspark_noise_token_id` the last of the vocabulary.
+        settings: the `dspark_*` keys of a new DSpark head. `None` takes the default: blocks of 5, rank 64, the last
+            three layers, the last token of the vocabulary as noise.
     """
     prompts = [row["prompt"] for row in read_prompts(data)]
     work_dir.mkdir(parents=True, exist_ok=True)
     layers = target.config.num_hidden_layers
-    settings = {**settings}
-    if settings["dspark_noise_token_id"] is None:
-        settings["dspark_noise_token_id"] = target.config.vocab_size - 1
-    settings["dspark_target_layer_ids"] = settings["dspark_target_layer_ids"] or list(
-        range(max(0, layers - 3), layers)
-    )
+    defaults = {
+        "dspark_block_size": 5,
+        "dspark_noise_token_id": target.config.vocab_size - 1,
+        "dspark_markov_rank": 64,
+        "dspark_target_layer_ids": list(range(max(0, layers - 3), layers)),
+    }
+    settings = {key: default if settings[key] is None else settings[key] for key, default in defaults.items()}
     if initial is None:
         head = new_head(target, kind, settings, seed)
     else:
@@ -81,7 +83,7 @@ def run(
     save_head(head, output)
     console.print(f"held-out loss {history[-1]:.3f}; the head is in {output}")
     attach_head(target, head)
-    held_out = [ids[:length] for ids, length in rows[-max(1, round(HELD_OUT * len(rows))) :]][:64]
+    held_out = [ids[:length] for ids, length in rows[-held_out_count(rows) :]][:64]
     for tree in (TreeConfig(budget=4, top_k=1), TreeConfig(budget=8)):
         length = _accepted_length(target, held_out, tree, max_new_tokens)
         shape = "chain" if tree.top_k == 1 else "tree"
@@ -100,8 +102,8 @@ def _digest(text: str) -> str:
 
 
 def _accepted_length(target, prompts: list[list[int]], tree: TreeConfig, max_new_tokens: int) -> float:
-    ids, mask = pad_left(prompts, target.generation_config.pad_token_id or 0)
-    inputs = {"input_ids": ids.to(target.device), "attention_mask": mask.to(target.device)}
+    batch = pad_left(prompts, target.generation_config.pad_token_id or 0)
+    inputs = {name: tensor.to(device_of(target)) for name, tensor in batch.items()}
     options = {"max_new_tokens": max_new_tokens, "do_sample": False, "return_dict_in_generate": True}
     stats = target.generate(**inputs, **options, tree_config=tree).tree_stats
     return stats["emitted_tokens"] / stats["rounds"]

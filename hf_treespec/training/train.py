@@ -18,7 +18,6 @@ from .losses import Features, dspark_loss, mtp_loss, recursive_attention
 
 
 AttentionInterface.register("treespec_recursive", recursive_attention)
-HELD_OUT = 0.02
 SAVE_EVERY = 100
 _RECURSIVE_STEPS = 4
 
@@ -52,6 +51,11 @@ def new_head(model, kind: str, settings: dict[str, Any], seed: int) -> DraftHead
     return head.float().to(model.device)
 
 
+def held_out_count(texts: list) -> int:
+    """How many of the texts, the last ones, are not trained on: 2 %."""
+    return max(1, round(0.02 * len(texts)))
+
+
 def train_head(
     model,
     head: DraftHead,
@@ -77,7 +81,7 @@ def train_head(
         Held-out losses, one at each save.
     """
     texts = [ids[:max_length] for ids, _ in rows]
-    held_out = max(1, round(HELD_OUT * len(texts)))
+    held_out = held_out_count(texts)
     if len(texts) - held_out < batch_size:
         raise ValueError(f"{len(texts)} texts are too few: a batch takes {batch_size}, {held_out} are held out.")
     texts, held_out_texts = texts[:-held_out], texts[-held_out:]
