@@ -13,13 +13,14 @@ class CheckpointFiles:
 
     Args:
         path: local folder, or Hub repository id.
+        revision: of the repository.
 
     Raises:
         ValueError: for a path that is neither, and, when a file is asked for, a repository that cannot be read.
     """
 
-    def __init__(self, path: str) -> None:
-        self.path, self.local = path, Path(path).is_dir()
+    def __init__(self, path: str, revision: str | None = None) -> None:
+        self.path, self.revision, self.local = path, revision, Path(path).is_dir()
         if not self.local and not re.fullmatch(r"[\w.-]+/[\w.-]+", path):
             raise ValueError(f"There is no folder {path!r}; pass a local folder or an id on the Hub, `owner/name`.")
 
@@ -27,7 +28,11 @@ class CheckpointFiles:
         """Where a file is, if there is one; without `download`, on this machine."""
         try:
             found = cached_file(
-                self.path, name, local_files_only=not download, _raise_exceptions_for_missing_entries=False
+                self.path,
+                name,
+                revision=self.revision,
+                local_files_only=not download,
+                _raise_exceptions_for_missing_entries=False,
             )
         except (OSError, ValueError) as error:
             if not download:

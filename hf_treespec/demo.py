@@ -109,12 +109,15 @@ def run(
 
 
 def load_pair(model: str | Path, assistant: str | Path):
-    """The enabled target, the draft (enabled too where it is a DeepSeek-V4 model) and the tokenizer."""
+    """The enabled target, the draft and the tokenizer."""
     target = enable(AutoModelForCausalLM.from_pretrained(model).eval())
-    draft = AutoModelForCausalLM.from_pretrained(assistant).eval()
-    if draft.config.model_type == target.config.model_type:
-        enable(draft)
-    return target, draft, AutoTokenizer.from_pretrained(model)
+    return target, load_draft(assistant), AutoTokenizer.from_pretrained(model)
+
+
+def load_draft(name: str | Path | None = None):
+    """A draft model (by default the shipped one), enabled where it is a DeepSeek-V4 model: ready for a drafter."""
+    draft = AutoModelForCausalLM.from_pretrained(name or checkpoint("tiny-draft")).eval()
+    return enable(draft) if draft.config.model_type == "deepseek_v4" else draft
 
 
 def ways_to_decode(tree_config: TreeConfig) -> list[Decoding]:

@@ -123,7 +123,7 @@ def main(
 
     import hf_treespec
 
-    from ..demo import checkpoint
+    from ..demo import checkpoint, load_draft
 
     console = Console(width=120)
     target = hf_treespec.enable(AutoModelForCausalLM.from_pretrained(model or checkpoint("tiny-target")))
@@ -133,7 +133,7 @@ def main(
     lines = []
     drafters = {name: load_head(name, target.config) for name in head or []}
     for name in assistant or ([] if head else [checkpoint("tiny-draft")]):
-        drafters[name] = hf_treespec.enable(AutoModelForCausalLM.from_pretrained(name))
+        drafters[name] = load_draft(name)
     for name, draft in drafters.items():
         results = {title: measure(recording, target, draft, sizes) for title, recording in recordings.items()}
         rows = compare(results, sizes)

@@ -31,16 +31,16 @@ def main(
 
     import hf_treespec
 
-    from ..demo import checkpoint
+    from ..demo import checkpoint, load_draft
     from ..prompts import encode_prompts, read_prompts
 
     console = Console(width=120)
     target = hf_treespec.enable(AutoModelForCausalLM.from_pretrained(model or checkpoint("tiny-target")))
     tokenizer = AutoTokenizer.from_pretrained(model or checkpoint("tiny-target"))
-    trained = AutoModelForCausalLM.from_pretrained(assistant or checkpoint("tiny-draft"))
+    trained = load_draft(assistant)
     torch.manual_seed(0)
     choices = {"trained": trained, "random": type(trained)(trained.config).eval()}
-    models = {name: hf_treespec.enable(choices[name]) for name in drafts.split(",")}
+    models = {name: choices[name] for name in drafts.split(",")}
     share = -(-limit // len(prompts))
     texts = [row["prompt"] for path in prompts for row in read_prompts(path)[:share]][:limit]
     options = {"max_new_tokens": max_new_tokens, "do_sample": False}

@@ -74,14 +74,14 @@ def shipped(
 
     import hf_treespec
 
-    from ..demo import checkpoint
+    from ..demo import checkpoint, load_draft
     from ..heads import head_of
     from ..prompts import encode_prompts, read_prompts
 
     target = hf_treespec.enable(AutoModelForCausalLM.from_pretrained(model or checkpoint("tiny-target")))
     draft = None
     if not head:
-        draft = hf_treespec.enable(AutoModelForCausalLM.from_pretrained(assistant or checkpoint("tiny-draft")))
+        draft = load_draft(assistant)
     tokenizer = AutoTokenizer.from_pretrained(model or checkpoint("tiny-target"))
     texts = [row["prompt"] for row in read_prompts(prompts)[:pairs]]
     ids = [encode_prompts(tokenizer, [text])["input_ids"] for text in texts]

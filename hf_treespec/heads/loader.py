@@ -11,8 +11,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from ..checkpoint_files import CheckpointFiles
 from . import names
 from .block import DraftHead, parameter_dtype
 from .dspark import CONFIG_KEYS, DSparkHead
@@ -24,7 +25,7 @@ _TITLES = {"mtp": "MTP", "dspark": "DSpark"}
 WAY_OUT = "Pass `assistant_model=`, or set `drafter='ngram'`, or `budget=1` for plain decoding."
 
 
-class HeadCheckpoint:
+class HeadCheckpoint(CheckpointFiles):
     """The `mtp.*` tensors of a checkpoint: where they lie, and their values when asked for.
 
     Args:
@@ -39,8 +40,11 @@ class HeadCheckpoint:
     """
 
     def __init__(self, path: str, revision: str | None = None) -> None:
-        self.path, self.revision = path, revision
-        weight_map = self._weight_map()
+        try:
+            super().__init__(path, revision)
+            weight_map = self._weight_map()
+        except ValueError as error:
+            raise ValueError(f"No draft head: {error} {WAY_OUT}") from error
         # Canonical name -> (name in the file, shard).
         self._places = {
             name: (stored, shard) for stored, shard in weight_map.items() if (name := names.canonical(stored))
@@ -49,32 +53,21 @@ class HeadCheckpoint:
         self._files = ExitStack()
         self._open: dict[str, Any] = {}
 
-    def _file(self, name: str) -> str | None:
-        try:
-            return cached_file(self.path, name, revision=self.revision, _raise_exceptions_for_missing_entries=False)
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"No draft head: cannot read the checkpoint {self.path!r} ({error}). {WAY_OUT}"
-            ) from error
-
     def _weight_map(self) -> dict[str, str]:
         """Shard of every tensor."""
-        index = self._file(SAFE_WEIGHTS_INDEX_NAME)
+        index = self.json(SAFE_WEIGHTS_INDEX_NAME)
         if index is not None:
-            return json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
-        single = self._file(SAFE_WEIGHTS_NAME)
+            return index["weight_map"]
+        single = self.find(SAFE_WEIGHTS_NAME)
         if single is None:
-            raise ValueError(
-                f"No draft head: {self.path!r} has neither `{SAFE_WEIGHTS_INDEX_NAME}` nor `{SAFE_WEIGHTS_NAME}`. "
-                f"{WAY_OUT}"
-            )
+            raise ValueError(f"{self.path!r} has neither `{SAFE_WEIGHTS_INDEX_NAME}` nor `{SAFE_WEIGHTS_NAME}`.")
         with safe_open(single, "pt") as file:
             return dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
 
     def settings(self, config: Any = None) -> dict[str, Any]:
         """The keys of the checkpoint's own config; without one, those of the model's."""
-        path = self._file("config.json")
-        return json.loads(Path(path).read_text(encoding="utf-8")) if path else config.to_dict() if config else {}
+        own = self.json("config.json")
+        return own if own is not None else config.to_dict() if config else {}
 
     def kind(self, config: Any = None) -> str | None:
         """`"dspark"`, `"mtp"` or `None`."""
@@ -84,7 +77,7 @@ class HeadCheckpoint:
         """A tensor as it is stored."""
         stored, shard = self._places[name]
         if shard not in self._open:
-            path = self._file(shard)
+            path = self.find(shard)
             if path is None:
                 raise ValueError(f"Shard `{shard}` of {self.path!r}, which holds `{stored}`, is missing.")
             self._open[shard] = self._files.enter_context(safe_open(path, "pt"))
