@@ -13,6 +13,7 @@ from test_heads import quantise_trunk
 from transformers import DeepseekV4ForCausalLM
 
 from hf_treespec import TreeCache, checkpoint_files, inspection
+from hf_treespec.checkpoint_files import CheckpointFiles
 from hf_treespec.demo import checkpoint
 from hf_treespec.footprint import cache_bytes, gpus_needed
 from hf_treespec.heads import detect_head, load_head
@@ -97,13 +98,15 @@ DSPARK_HEAD = {
 def no_downloads(monkeypatch):
     """Only small files are asked for, and none of them but by the function that may download."""
     asked = []
-    find = checkpoint_files.cached_file
+    find = CheckpointFiles.find
 
-    def spy(path, name, **options):
-        asked.append((name, options.get("local_files_only")))
-        return find(path, name, **options)
+    def spy(files, name, download=True):
+        # Not those of a test that loads a head.
+        if type(files) is CheckpointFiles:
+            asked.append((name, not download))
+        return find(files, name, download)
 
-    monkeypatch.setattr(checkpoint_files, "cached_file", spy)
+    monkeypatch.setattr(CheckpointFiles, "find", spy)
     yield asked
     assert all(offline for name, offline in asked if name.endswith(".safetensors"))
 
