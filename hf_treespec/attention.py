@@ -12,6 +12,7 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as stock
 
 from . import ops
 from .cache import TreeCache
+from .experts import TreeExperts, TreeSparseMoeBlock
 from .streams import TreeDecoderLayer, TreeHyperConnection
 
 
@@ -125,6 +126,8 @@ SWAPPED = {
     stock.DeepseekV4Indexer: TreeIndexer,
     stock.DeepseekV4HyperConnection: TreeHyperConnection,
     stock.DeepseekV4DecoderLayer: TreeDecoderLayer,
+    stock.DeepseekV4SparseMoeBlock: TreeSparseMoeBlock,
+    stock.DeepseekV4Experts: TreeExperts,
 }
 for _stock_class, _tree_class in SWAPPED.items():
     # Device maps and wrap policies match classes by this name; pickle uses `__qualname__`, which stays ours.

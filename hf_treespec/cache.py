@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from . import ops
+from .config import DEFAULT_EXPERT_WORKSPACE
 from .fork import DEFAULT_SPARE, CommitPlan, Fork, ForkableCache
 
 
@@ -22,7 +23,7 @@ class CompressorState:
     """State of one compressor stream: a ring of raw projections and the compressed entries.
 
     `ring`: `[rows, span + spare, 2 C]`, kv and gate side by side, slot = position % (span + spare). `entries`:
-    `[rows, capacity // ratio, d]`, index = position // ratio.
+    `[rows, ceil(capacity / ratio), d]`, index = position // ratio.
     """
 
     def __init__(self, ratio: int, span: int) -> None:
@@ -34,12 +35,12 @@ class CompressorState:
     def allocate(self, rows: int, spare: int, capacity: int, projections: Tensor, entry_dim: int) -> None:
         ring = projections.new_zeros(rows, self.span + spare, projections.shape[-1])
         # The ring comes last: it is what says that the state is there.
-        self.entries = projections.new_zeros(rows, max(1, capacity // self.ratio), entry_dim)
+        self.entries = projections.new_zeros(rows, -(-capacity // self.ratio), entry_dim)
         self.ring = ring
 
     def grow(self, capacity: int) -> None:
         if self.entries is not None:
-            missing = capacity // self.ratio - self.entries.shape[1]
+            missing = -(-capacity // self.ratio) - self.entries.shape[1]
             if missing > 0:
                 self.entries = torch.nn.functional.pad(self.entries, (0, 0, 0, missing))
 
@@ -105,6 +106,8 @@ class TreeCache(ForkableCache):
         device: device of `lengths` and `token_ids`. Layer state is allocated where the layer runs.
         head_layers (`int`, defaults to 0): window rings of a draft head, behind the model's layers.
         backend (`str`, defaults to `"auto"`): what runs the operations, see [`TreeConfig`].
+
+    `configure` sets what else of a [`TreeConfig`] says how rounds are computed; it may change between rounds.
     """
 
     def __init__(
@@ -120,9 +123,16 @@ class TreeCache(ForkableCache):
         super().__init__([TreeCacheLayer(config, layer_type) for layer_type in layer_types], rows, spare, device)
         self.head_layers = head_layers
         self.backend = backend
+        self.expert_workspace = DEFAULT_EXPERT_WORKSPACE
         self._kernels_fit = ops.kernels_fit(config)
         self._head: weakref.ref | None = None
         self.shape = _shape(config)
+
+    def configure(self, tree_config) -> None:
+        """Takes over how rounds are computed: backend, memory of the experts, and whether bits may differ."""
+        self.backend = tree_config.backend
+        self.expert_workspace = tree_config.expert_workspace
+        self.deterministic = tree_config.fixed_nodes is not None
 
     def backend_on(self, device: torch.device) -> str:
         # "auto" never takes kernels that would refuse the model's widths.
@@ -172,9 +182,10 @@ class TreeCache(ForkableCache):
             writes = [(layer.window, fork.scratch(layer_idx, "window"), *plan.ring(layer.window.shape[1], device))]
             for name, state in layer.streams.items():
                 writes.append((state.ring, fork.scratch(layer_idx, name), *plan.ring(state.ring.shape[1], device)))
-                target, source = plan.entries(state.ratio, state.entries.shape[1], device)
-                if len(source):
-                    writes.append((state.entries, fork.scratch(layer_idx, f"{name}.entries"), target, source))
+                entries = fork.scratch(layer_idx, f"{name}.entries")
+                places = plan.entries(state.ratio, state.entries.shape[1], device) if entries.shape[1] else ((), ())
+                if len(places[0]):
+                    writes.append((state.entries, entries, *places))
             plan.write(writes, device)
 
     def attention_mask(self, fork: Fork) -> dict[str, None]:

@@ -12,7 +12,10 @@ BACKENDS = ("auto", "torch", "triton")
 HEADS = ("mtp", "dspark")
 DRAFTERS = ("auto", "assistant", *HEADS, "ngram")
 MAX_BUDGET = 256
+# Nodes of every forward with `deterministic=True`.
+DETERMINISTIC_NODES = 8
 MAX_DEPTH = 64
+DEFAULT_EXPERT_WORKSPACE = 1 << 30
 
 
 @dataclass(slots=True)
@@ -35,6 +38,16 @@ class TreeConfig:
         backend (`str`, defaults to `"auto"`):
             Implementation of the operations: `"torch"`, or `"triton"`, kernels that need a CUDA device. `"auto"` takes
             the kernels on CUDA devices where Triton is installed, else torch.
+        expert_workspace (`int`, defaults to 2**30):
+            Bytes that the temporaries of a layer's routed experts may take: which of transformers' implementations runs
+            depends on it, and forwards of more tokens run in slices. At least one token is run at a time.
+        deterministic (`bool` or `int`, defaults to `False`):
+            The target's logits are the same bit for bit for any `budget`, 1 included: every forward is padded to the
+            same rows and to this number of nodes (`True` is 8; else a multiple of 8, at least `budget`), and nothing
+            is summed in an order that depends on what is drafted. Slower.
+        cuda_graphs (`bool` or `"auto"`, defaults to `"auto"`):
+            Replay the verify forward as a CUDA graph, one per number of rows and cache capacity. `"auto"` does on CUDA
+            devices with the kernels. A model that cannot be captured falls back with one warning.
 
     Raises:
         ValueError: for an unknown key or a value outside its range.
@@ -45,6 +58,9 @@ class TreeConfig:
     top_k: int | None = None
     drafter: str = "auto"
     backend: str = "auto"
+    expert_workspace: int = DEFAULT_EXPERT_WORKSPACE
+    deterministic: bool | int = False
+    cuda_graphs: bool | str = "auto"
 
     def __post_init__(self) -> None:
         _check_integer("budget", self.budget, 1, MAX_BUDGET)
@@ -52,9 +68,26 @@ class TreeConfig:
             _check_integer("depth", self.depth, 0 if self.budget == 1 else 1, MAX_DEPTH)
         if self.top_k is not None:
             _check_integer("top_k", self.top_k, 1, MAX_BUDGET)
+        _check_integer("expert_workspace", self.expert_workspace, 1 << 20, 1 << 50)
         for name, value, allowed in (("drafter", self.drafter, DRAFTERS), ("backend", self.backend, BACKENDS)):
             if value not in allowed:
                 raise ValueError(f"`{name}` is {value!r}; allowed values are {allowed}.")
+        if self.cuda_graphs != "auto" and not isinstance(self.cuda_graphs, bool):
+            raise ValueError(f"`cuda_graphs` is {self.cuda_graphs!r}; allowed values are ('auto', True, False).")
+        if not isinstance(self.deterministic, bool):
+            _check_integer("deterministic", self.deterministic, 8, MAX_BUDGET)
+        nodes = self.fixed_nodes
+        if nodes is not None and (nodes % 8 or nodes < self.budget):
+            raise ValueError(
+                f"`deterministic` is {self.deterministic!r}, {nodes} nodes per forward: it must be a multiple of 8 and at "
+                f"least `budget`, which is {self.budget}. Set `deterministic={-(-max(nodes, self.budget) // 8) * 8}`, also "
+                "in the runs that this one is compared with."
+            )
+
+    @property
+    def fixed_nodes(self) -> int | None:
+        """Nodes that every forward is padded to, where it is deterministic."""
+        return DETERMINISTIC_NODES if self.deterministic is True else self.deterministic or None
 
     @property
     def resolved_top_k(self) -> int:

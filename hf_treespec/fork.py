@@ -26,15 +26,32 @@ class Fork:
 
     `extend` adds a level of nodes for a further forward of the same round; `geometry(device)` is where everything
     lies for the current forward.
+
+    Args:
+        cache: what is forked.
+        tree: of the round, `B` rows.
+        rows: physical rows `[B]`; `None` means all, in order.
+        lengths: tokens that they have committed, `[B]`.
+        max_length: host-side bound of them.
+        fixed: no shape depends on what is in the tensors, nor does the host wait for any; such a round has one level.
     """
 
-    def __init__(self, cache: "ForkableCache", tree: TokenTree, rows: Tensor | None, behind: int = 0) -> None:
+    def __init__(
+        self,
+        cache: "ForkableCache",
+        tree: TokenTree,
+        rows: Tensor | None,
+        lengths: Tensor,
+        max_length: int,
+        fixed: bool = False,
+    ) -> None:
         self.cache = cache
         self.rows = rows
         self.tree = tree
         self.start = 0
-        self.lengths = (cache.lengths if rows is None else cache.lengths.index_select(0, rows)) - behind
-        self.max_length = cache.length_bound
+        self.lengths = lengths
+        self.max_length = max_length
+        self.fixed = fixed
         self._scratch: dict[tuple[int, str], Tensor] = {}
         self._geometries: dict[torch.device, ops.TreeGeometry] = {}
 
@@ -61,6 +78,8 @@ class Fork:
             tree = TokenTree(tree.tokens.to(device), paths, tree.valid.to(device))
             rows = None if rows is None else rows.to(device)
         lengths, backend = self.lengths.to(device), self.cache.backend_on(device)
+        if self.fixed:
+            return ops.FixedGeometry(tree, rows, lengths, self.cache.capacity, backend=backend)
         return ops.TreeGeometry(tree, rows, lengths, self.max_length, self.start, closers, backend)
 
     def model_inputs(self) -> dict:
@@ -81,9 +100,32 @@ class Fork:
         self._scratch[layer_idx, name] = value
         return value
 
+    def all_scratch(self) -> dict[tuple[int, str], Tensor]:
+        """All that was appended, by layer and name."""
+        return dict(self._scratch)
+
     def scratch(self, layer_idx: int, name: str) -> Tensor | None:
         """All nodes' rows `[B, N, ...]` of what a layer appended, if it did."""
         return self._scratch.get((layer_idx, name))
+
+    def widened(self, batch: int) -> "Fork":
+        """This round with padding rows up to `batch`: other rows of the cache, of which nothing is computed that counts."""
+        missing = batch - len(self.lengths)
+        if not missing:
+            return self
+        cache, tree = self.cache, self.tree
+        others = torch.ones_like(cache.lengths).index_fill(0, self.rows, 0).argsort(descending=True, stable=True)
+        rows = torch.cat([self.rows, others[:missing]])
+        tokens, paths = (
+            torch.cat([table, table[:1].expand(missing, *table.shape[1:])]) for table in (tree.tokens, tree.paths)
+        )
+        valid = torch.nn.functional.pad(tree.valid, (0, 0, 0, missing))
+        lengths = cache.lengths.index_select(0, rows)
+        return Fork(cache, TokenTree(tokens, paths, valid), rows, lengths, self.max_length, self.fixed)
+
+    def adopt(self, scratch: dict[tuple[int, str], Tensor]) -> None:
+        """Takes over what another forward of these nodes produced; its first rows are this round's."""
+        self._scratch = {key: value[: len(self.lengths)] for key, value in scratch.items()}
 
     def refresh(self, path: Tensor, path_lengths: Tensor) -> None:
         """Commits the first `path_lengths` `[B]` nodes of `path` `[B, P]` in every row, and closes the fork.
@@ -99,27 +141,33 @@ class Fork:
         cache.written = cache.written.scatter_reduce(0, all_rows, end, "amax")
         cache.length_bound += path.shape[1]
         cache.usable = cache.usable and not overwrites
-        plan = CommitPlan(self, all_rows, path, path_lengths)
+        cache.lengths = self.commit(path, path_lengths)
+        cache.usable = True
+        cache.close(self)
+
+    def commit(self, path: Tensor, path_lengths: Tensor) -> Tensor:
+        """Writes the path into the cache; returns the lengths `[rows]` that make it count."""
+        cache, rows = self.cache, self.rows
+        rows = torch.arange(len(path), device=path.device) if rows is None else rows
+        plan = CommitPlan(self, rows, path, path_lengths)
         tokens = cache.token_ids
         plan.write([(tokens, self.tree.tokens, *plan.ring(tokens.shape[1], tokens.device))], tokens.device)
         cache.commit(self, plan)
-        cache.lengths = cache.lengths.index_add(0, all_rows, path_lengths)
-        cache.usable = True
-        cache.close(self)
+        return cache.lengths.index_add(0, rows, path_lengths)
 
 
 class CommitPlan:
     """Which scratch rows go to which slots, as flat indices, once per ring size, ratio and device.
 
-    Where kernels write, all places of the path are listed, those that are not accepted with target -1: the shapes are
-    fixed and the host waits for nothing.
+    Where kernels write, and in a fixed round, all places of the path are listed, those that are not accepted as the
+    complement of their slot: the shapes are fixed and the host waits for nothing.
     """
 
     def __init__(self, fork: Fork, rows: Tensor, path: Tensor, path_lengths: Tensor) -> None:
         self._fork = fork
         self._rows, self._path, self._path_lengths = rows, path, path_lengths
         depth = torch.arange(path.shape[1], device=path.device)
-        if self._on_kernels(path.device):
+        if self._listed(path.device):
             batch = torch.arange(len(path), device=path.device)[:, None].expand(path.shape).flatten()
             column = depth.repeat(len(path))
         else:
@@ -132,27 +180,30 @@ class CommitPlan:
     def _on_kernels(self, device: torch.device) -> bool:
         return self._fork.cache.backend_on(device) == "triton"
 
+    def _listed(self, device: torch.device) -> bool:
+        return self._fork.fixed or self._on_kernels(device)
+
     def write(self, writes: list[tuple[Tensor, Tensor, Tensor, Tensor]], device: torch.device) -> None:
         """Writes of `ops.scatter_path` to state on one device, in this order; kernels make one launch of them."""
         if self._on_kernels(device):
             ops.kernel("scatter_paths")(writes)
         else:
-            for state, scratch, target, source in writes:
-                ops.scatter_path(state, scratch, target, source)
+            for write in writes:
+                ops.scatter_path(*write, skips=self._fork.fixed)
 
     def ring(self, size: int, device: torch.device):
         if (size, device) not in self._memo:
             row, batch, node, position = self._flat
             # Of a chunk longer than the ring only the last positions are written, each slot once.
             inside = (self._age > 0) & (self._age <= size)
-            listed = self._on_kernels(self._path.device)
-            skipped = listed and self._on_kernels(device)
+            listed = self._listed(self._path.device)
+            skipped = listed and self._listed(device)
             if not skipped and (listed or self._path.shape[1] > size):
                 kept = inside.nonzero()[:, 0]
                 row, batch, node, position = (index[kept] for index in self._flat)
             target = row * size + position % size
             if skipped:
-                target = torch.where(inside, target, -1)
+                target = torch.where(inside, target, ~target)
             source = batch * self._fork.tree.tokens.shape[1] + node.clamp(min=0)
             self._memo[size, device] = target.to(device), source.to(device)
         return self._memo[size, device]
@@ -161,17 +212,19 @@ class CommitPlan:
         key = ("entries", ratio, capacity, device)
         if key not in self._memo:
             geometry = self._fork.geometry(device)
-            path, lengths = self._path.to(device), self._path_lengths.to(device)
-            closers = geometry.closers(ratio)
-            depths = geometry.tree.depths.gather(1, closers.clamp(min=0))
-            inside = (depths < lengths[:, None]) & (closers >= 0)
-            accepted = inside & (path.gather(1, depths.clamp(max=path.shape[1] - 1)) == closers)
-            target = self._rows.to(device)[:, None] * capacity + geometry.entry_numbers(ratio)
-            source = torch.arange(closers.numel(), device=device)
-            if self._on_kernels(device):
-                self._memo[key] = torch.where(accepted, target, -1).flatten(), source
+            path, path_lengths = self._path.to(device), self._path_lengths.to(device)
+            lengths, batch = geometry.lengths[:, None], geometry.batch_index
+            # The depths at which a path of this width can close entries.
+            depths = torch.arange(ratio - 1, path.shape[1] + ratio - 1, ratio, device=device) - lengths % ratio
+            accepted = depths < path_lengths[:, None]
+            closers = path.gather(1, depths.clamp(max=path.shape[1] - 1)).clamp(min=0)
+            source = geometry.closer_rank(ratio).gather(1, closers) + batch * geometry.closers(ratio).shape[1]
+            numbers = (lengths + depths) // ratio
+            target = self._rows.to(device)[:, None] * capacity + numbers
+            if self._listed(device):
+                self._memo[key] = torch.where(accepted, target, ~target).flatten(), source.flatten()
             else:
-                self._memo[key] = target[accepted], source[accepted.flatten()]
+                self._memo[key] = target[accepted], source[accepted]
         return self._memo[key]
 
 
@@ -186,6 +239,9 @@ class ForkableCache(Cache):
         token_ids (`torch.LongTensor` of shape `[rows, capacity]`): the committed tokens.
         backend (`str`): what runs the operations, of `TreeConfig`; may change between rounds.
     """
+
+    # Whether shapes, and with them bits, must depend on nothing that drafting changes.
+    deterministic = False
 
     def __init__(self, layers: list, rows: int, spare: int, device: torch.device | str | None) -> None:
         super().__init__(layers=layers)
@@ -242,7 +298,9 @@ class ForkableCache(Cache):
         return {**self.__dict__, "_model": None, "_claim": None, "_fork": None}
 
     @contextmanager
-    def fork(self, tree: TokenTree, rows: Tensor | None = None, behind: int = 0) -> Iterator[Fork]:
+    def fork(
+        self, tree: TokenTree, rows: Tensor | None = None, behind: int = 0, fixed: bool = False
+    ) -> Iterator[Fork]:
         """Opens a speculative round on `rows` (all by default). Leaving the context without `refresh` discards it.
 
         With `behind`, the tree hangs that many positions before the end of the committed text, and sees only what lies
@@ -255,12 +313,22 @@ class ForkableCache(Cache):
             self.length_bound = int(self.lengths.max())
         # Room is made first: that may lower the bound, which the fork takes over.
         self.reserve(self.length_bound + tree.max_depth + 1)
-        fork = Fork(self, tree, rows, behind)
+        lengths = self.lengths if rows is None else self.lengths.index_select(0, rows)
+        fork = Fork(self, tree, rows, lengths - behind, self.length_bound, fixed)
         try:
             self._fork = fork
             yield fork
         finally:
             self.close(fork)
+
+    @contextmanager
+    def opened(self, fork: Fork) -> Iterator[None]:
+        """Another fork of the open round's state in its place."""
+        outer, self._fork = self._fork, fork
+        try:
+            yield
+        finally:
+            self._fork = outer
 
     @property
     def open_fork(self) -> Fork:

@@ -27,6 +27,7 @@ from .outputs import Recorder, Stream, ended
 from .prefill import left_align, prefill_once
 from .processors import warpers
 from .reuse import reuse_prefix
+from .rounds import Rounds, check_rounds
 from .sampling import resolve_seeds
 from .selection import DraftNoise
 from .steps import fields_to_keep, make_verifier
@@ -171,6 +172,7 @@ def _generate(model, arguments: dict[str, Any], tree_config, seeds, return_logpr
         _unset(name, arguments, model)
     assistant_model = arguments.pop("assistant_model", None)
     check_assistant(model, assistant_model, tree_config)
+    check_rounds(model, tree_config)
     drafting = _Drafting(model, arguments, tree_config, assistant_model, ngram_size)
     add_stop_strings(model, arguments)
     _unset("stop_strings", arguments, model)
@@ -323,7 +325,7 @@ def decode(
     tokens, lengths = (x.to(device_of(model)) for x in left_align(input_ids, model_kwargs.get("attention_mask")))
     cache = model_kwargs.get("cache")
     if not isinstance(cache, TreeCache):
-        spare = max(DEFAULT_SPARE, depth + 1)
+        spare = max(DEFAULT_SPARE, depth + 1, drafting.tree_config.fixed_nodes or 0)
         cache = TreeCache(model.config, batch, spare, tokens.device, drafting.head_layers)
     pad = generation_config._pad_token_tensor
     texts = Texts(input_ids.to(tokens.device), width - lengths, limit, pad=0 if pad is None else int(pad))
@@ -332,7 +334,7 @@ def decode(
     verifier = make_verifier(texts, logits_processor, stopping_criteria, seeds, keep)
     recorder, stream = Recorder(texts, keep), Stream(streamer, texts)
     with cache.claimed(model):
-        cache.backend = drafting.tree_config.backend
+        cache.configure(drafting.tree_config)
         # Made before the cache is touched: it may refuse the assistant.
         generator = drafting.generator(cache, verifier.end)
         if seeds is not None:
@@ -344,7 +346,8 @@ def decode(
                 copies = generation_config.num_return_sequences
                 prefill_once(model, cache, tokens, lengths - 1, drafting.chunk_size, generator, copies)
             roots = tokens.gather(1, lengths[:, None] - 1)[:, 0]
-            decode_rows(model, cache, texts, roots, generator, depth, verifier, stats, recorder, stream)
+            rounds = Rounds(model, cache, drafting.tree_config, depth, texts, generator.taps)
+            decode_rows(model, cache, texts, roots, generator, depth, verifier, stats, recorder, stream, rounds)
     # Where processors or samples decide, rows wait for one another, or texts end before a path can, drafts are rightly
     # rejected: that says nothing about the head.
     telling = type(verifier) is Verifier and verifier.selector.is_plain and limit >= 4 * depth
@@ -369,17 +372,19 @@ def decode_rows(
     stats: TreeStats,
     recorder: Recorder | None = None,
     stream: Stream | None = None,
+    rounds: Rounds | None = None,
 ) -> None:
     """The rounds, until every row of `texts` has stopped; `roots` `[R]` are the last prompt tokens, the first not in
     the cache."""
+    rounds = rounds or Rounds(model, cache, TreeConfig(cuda_graphs=False), depth, texts)
     while True:
         rows = texts.rows
         with stats.timed("draft"):
             remaining = texts.limit - texts.counts[texts.live]
             tree = generator.propose(rows, roots, min(depth, texts.most_remaining - 1), remaining - 1)
-        with cache.fork(tree, rows) as fork:
+        with rounds.fork(tree, rows) as fork:
             with stats.timed("verify"):
-                logits = model(**fork.model_inputs()).logits
+                logits = rounds.forward(fork)
             with stats.timed("accept"):
                 verifier.selector.begin(fork)
                 verdict = verifier(logits, fork, remaining)

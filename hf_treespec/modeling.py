@@ -26,6 +26,8 @@ _CALLS = {
     "DeepseekV4Indexer": ("hidden_states", "q_residual", "position_ids", "cache", "layer_idx"),
     "DeepseekV4HyperConnection": ("hidden_streams",),
     "DeepseekV4DecoderLayer": ("hidden_states", "input_ids"),
+    "DeepseekV4SparseMoeBlock": ("hidden_states", "input_ids"),
+    "DeepseekV4Experts": ("hidden_states", "top_k_index", "top_k_weights"),
 }
 
 

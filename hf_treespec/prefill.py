@@ -1,5 +1,7 @@
 """Chunked prefill: a chain is a tree, so a prompt enters the cache by the same fork and refresh as a draft."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -29,13 +31,13 @@ def prefill(model, cache, tokens: Tensor, lengths: Tensor, chunk_size: int | Non
     chunk_size = DEFAULT_CHUNK_SIZE if chunk_size is None else chunk_size
     starts = cache.lengths
     remaining = (lengths - starts).tolist()
-    for offset in range(0, max(remaining), chunk_size):
-        active = [row for row, count in enumerate(remaining) if count > offset]
+    chunks = _fixed_chunks if cache.deterministic else _chunks
+    for active, offsets, counts, width in chunks(remaining, chunk_size):
         rows = None if len(active) == len(remaining) else torch.tensor(active, device=tokens.device)
-        counts = torch.tensor([min(remaining[row] - offset, chunk_size) for row in active], device=tokens.device)
-        columns = torch.arange(int(counts.max()), device=tokens.device)
+        offset, counts = torch.tensor([offsets, counts], device=tokens.device)
+        columns = torch.arange(width, device=tokens.device)
         begin = starts if rows is None else starts[rows]
-        columns = (begin[:, None] + offset + columns).clamp(max=tokens.shape[1] - 1)
+        columns = ((begin + offset)[:, None] + columns).clamp(max=tokens.shape[1] - 1)
         prompts = tokens if rows is None else tokens[rows]
         chunk = prompts.gather(1, columns)
         with cache.fork(TokenTree.chain(chunk, counts), rows) as fork:
@@ -44,6 +46,28 @@ def prefill(model, cache, tokens: Tensor, lengths: Tensor, chunk_size: int | Non
             if generator is not None:
                 generator.read(fork, path, counts, prompts.gather(1, (columns + 1).clamp(max=tokens.shape[1] - 1)))
             fork.refresh(path, counts)
+
+
+# Rows of a forward, and for each the first token (counted from where it starts) and how many; the forward's width.
+Chunk = tuple[list[int], list[int], list[int], int]
+
+
+def _chunks(remaining: list[int], size: int) -> Iterator[Chunk]:
+    """Rows drop out as they finish."""
+    for offset in range(0, max(remaining), size):
+        active = [row for row, count in enumerate(remaining) if count > offset]
+        counts = [min(remaining[row] - offset, size) for row in active]
+        yield active, [offset] * len(active), counts, max(counts)
+
+
+def _fixed_chunks(remaining: list[int], size: int) -> Iterator[Chunk]:
+    """All rows in every forward, of few widths: short prompts wait, so that every row reads its end in the last one."""
+    rows = list(range(len(remaining)))
+    for behind in reversed(range(0, max(remaining), size)):
+        stops = [max(0, count - behind) for count in remaining]
+        offsets = [max(0, stop - size) for stop in stops]
+        counts = [stop - offset for stop, offset in zip(stops, offsets)]
+        yield rows, offsets, counts, min(size, max(32, 1 << (max(counts) - 1).bit_length()))
 
 
 def prefill_once(

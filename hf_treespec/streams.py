@@ -5,6 +5,7 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as stock
 
 from . import ops
 from .cache import TreeCache
+from .experts import TreeSparseMoeBlock
 
 
 class TreeHyperConnection(stock.DeepseekV4HyperConnection):
@@ -37,5 +38,7 @@ class TreeDecoderLayer(stock.DeepseekV4DecoderLayer):
         output, _ = self.self_attn(self.input_layernorm(collapsed), **kwargs)
         hidden_states = ops.mix_streams(post, comb, output, hidden_states, backend)
         post, comb, collapsed = self.ffn_hc(hidden_states, cache=cache)
-        output = self.mlp(self.post_attention_layernorm(collapsed), input_ids=input_ids)
+        # A block that quantisation put there takes no cache.
+        ours = {"cache": cache} if isinstance(self.mlp, TreeSparseMoeBlock) else {}
+        output = self.mlp(self.post_attention_layernorm(collapsed), input_ids=input_ids, **ours)
         return ops.mix_streams(post, comb, output, hidden_states, backend)

@@ -1,7 +1,5 @@
 """`TokenTree`: a batch of draft trees as flat tensors of static shape."""
 
-from functools import cached_property
-
 import torch
 from torch import Tensor
 
@@ -24,6 +22,9 @@ class TokenTree:
         self.tokens = tokens
         self._paths = paths
         self.valid = valid
+        # Computed once, when asked for. (`cached_property` takes a lock in Python 3.11, which `torch.compile` refuses.)
+        self._table = paths
+        self._depths: Tensor | None = None
 
     @classmethod
     def chain(cls, tokens: Tensor, lengths: Tensor | None = None) -> "TokenTree":
@@ -64,23 +65,27 @@ class TokenTree:
         """The largest depth a node can have."""
         return (self.tokens.shape[1] if self.is_chain else self._paths.shape[2]) - 1
 
-    @cached_property
+    @property
     def paths(self) -> Tensor:
         """`[B, N, S + 1]`. For a chain the table is built on demand: only small ones should ask."""
-        if self._paths is not None:
-            return self._paths
-        batch, count = self.tokens.shape
-        nodes = torch.arange(count, device=self.tokens.device)
-        table = nodes.expand(count, count).masked_fill(nodes > nodes[:, None], -1)
-        return torch.where(self.valid[..., None], table, _padding_paths(nodes.expand(batch, count), count - 1))
+        if self._table is None:
+            batch, count = self.tokens.shape
+            nodes = torch.arange(count, device=self.tokens.device)
+            table = nodes.expand(count, count).masked_fill(nodes > nodes[:, None], -1)
+            padding = _padding_paths(nodes.expand(batch, count), count - 1)
+            self._table = torch.where(self.valid[..., None], table, padding)
+        return self._table
 
-    @cached_property
+    @property
     def depths(self) -> Tensor:
         """Depth of each node, `[B, N]`; 1 for padding nodes of a tree, whose parent is the root."""
-        if self.is_chain:
-            return torch.arange(self.tokens.shape[1], device=self.tokens.device).expand(self.tokens.shape)
-        depth = torch.arange(self.max_depth + 1, device=self.tokens.device)
-        return depth.masked_fill(self._paths < 0, 0).amax(-1)
+        if self._depths is None:
+            depth = torch.arange(self.max_depth + 1, device=self.tokens.device)
+            if self.is_chain:
+                self._depths = depth.expand(self.tokens.shape)
+            else:
+                self._depths = depth.masked_fill(self._paths < 0, 0).amax(-1)
+        return self._depths
 
     @property
     def parents(self) -> Tensor:
@@ -117,6 +122,17 @@ class TokenTree:
         tokens = torch.where(valid, tokens, self.tokens[:, :1])
         return TokenTree(
             torch.cat([self.tokens, tokens], 1), torch.cat([above, paths], 1), torch.cat([self.valid, valid], 1)
+        )
+
+    def padded(self, count: int, max_depth: int) -> "TokenTree":
+        """This tree with padding nodes up to `count`, and paths as for depth `max_depth`: no smaller than they are."""
+        batch, nodes = self.tokens.shape
+        fill = torch.arange(nodes, count, device=self.tokens.device).expand(batch, -1)
+        paths = torch.nn.functional.pad(self.paths, (0, max_depth - self.max_depth), value=-1)
+        return TokenTree(
+            torch.cat([self.tokens, self.tokens[:, :1].expand_as(fill)], 1),
+            torch.cat([paths, _padding_paths(fill, max_depth)], 1),
+            torch.nn.functional.pad(self.valid, (0, count - nodes)),
         )
 
 

@@ -72,7 +72,7 @@ def test_disable_restores(fresh, texts, written):
     for _ in range(2):
         hf_treespec.enable(fresh)
         assert type(fresh) is DeepseekV4ForCausalLM
-        assert sum(type(module) in SWAPPED.values() for module in fresh.modules()) == 4 + 1 + 2 + 2 + 4 + 8
+        assert sum(type(module) in SWAPPED.values() for module in fresh.modules()) == 4 + 1 + 2 + 2 + 4 + 8 + 4 + 4
         assert not any(type(module) in SWAPPED for module in fresh.modules())
         assert_writes(fresh, texts, written)
         assert hf_treespec.disable(fresh) is fresh and not hf_treespec.is_enabled(fresh)

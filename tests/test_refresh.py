@@ -96,9 +96,9 @@ def test_every_slot_is_written_once(model, count):
     cache, tree = filled_cache(model, texts), TokenTree.chain(torch.stack(random_texts(generator(9), (count, count))))
     write, slots = ops.scatter_path, []
 
-    def spy(state, scratch, target, source) -> None:
+    def spy(state, scratch, target, source, **kwargs) -> None:
         slots.append(target.tolist())
-        write(state, scratch, target, source)
+        write(state, scratch, target, source, **kwargs)
 
     with patch.object(ops, "scatter_path", spy):
         run_round(model, cache, tree, torch.arange(count).expand(2, -1), torch.tensor([count, count - 2]))

@@ -45,6 +45,7 @@ class AssistantTreeGenerator(LevelTreeGenerator):
             # Kernels that were asked for are the target's; the assistant may have widths that they do not take.
             backend = "torch" if tree_config.backend == "triton" and not kernels_fit(config) else tree_config.backend
             self.cache = TreeCache(config, rows, spare, self.device, backend=backend)
+            self.cache.expert_workspace = tree_config.expert_workspace
         else:
             self.cache = AssistantCache(assistant_model, rows, self.device)
         # Paths of a round's first two nodes, the pending token and the root: without a pending token, and with one.

@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..fork import Fork
+from ..heads.taps import StreamTaps
 from ..tree import TokenTree
 
 
@@ -15,9 +16,10 @@ class TreeCandidateGenerator(CandidateGenerator):
 
     Where the target samples, `noise(logits, rows, level)` gives draft logits `[B, M, V]` at nodes `level` levels below
     the roots of `rows` `[B]` the target's own noise. It is drawn for the text's positions, so a draft that agrees with
-    the target draws the same token.
+    the target draws the same token. `taps` are what watches the target's layers, if the drafter needs that.
     """
 
+    taps: StreamTaps | None = None
     noise: Callable[[Tensor, Tensor, int], Tensor] | None = None
 
     def attached(self) -> AbstractContextManager:

@@ -34,7 +34,10 @@ class StreamTaps:
         modules = [*self.model.model.layers, self.model.model.hc_head]
         with ExitStack() as hooks:
             for layer in self.layers:
-                hooks.callback(modules[layer + 1].register_forward_pre_hook(partial(see, layer)).remove)
+                hook = partial(see, layer)
+                # Who replays a captured forward, which calls no hooks, puts the streams itself.
+                hook.replayed = True
+                hooks.callback(modules[layer + 1].register_forward_pre_hook(hook).remove)
             try:
                 yield
             finally:

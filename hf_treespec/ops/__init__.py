@@ -3,6 +3,7 @@
 from .accept import accept
 from .backend import kernel, kernels_fit, resolve_backend
 from .compress import compress
+from .fixed import FixedGeometry
 from .geometry import TreeGeometry
 from .hyper_connection import hyper_connection, mix_streams
 from .index_topk import index_topk
@@ -12,6 +13,7 @@ from .tree_attention import tree_attention
 
 
 __all__ = [
+    "FixedGeometry",
     "TreeGeometry",
     "accept",
     "compress",

@@ -17,10 +17,10 @@ def resolve_backend(backend: str, device: torch.device) -> str:
     """
     if backend == "torch":
         return "torch"
-    installed = _kernels_installed()
     if backend == "auto":
-        return "triton" if installed and device.type == "cuda" and torch.version.hip is None else "torch"
-    if not installed:
+        cuda = device.type == "cuda" and torch.version.hip is None
+        return "triton" if cuda and _kernels_installed() else "torch"
+    if not _kernels_installed():
         raise ValueError("`backend='triton'` needs Triton: `pip install 'hf-treespec[triton]'`, or use `'auto'`.")
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(

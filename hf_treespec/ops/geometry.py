@@ -29,6 +29,9 @@ class TreeGeometry:
         backend (`str`): what runs the operations on this geometry, `"torch"` or `"triton"`.
     """
 
+    # Whether shapes depend on nothing in the tensors, see `FixedGeometry`.
+    fixed = False
+
     def __init__(
         self, tree, rows, lengths: Tensor, max_length: int, start: int = 0, closers=None, backend="torch"
     ) -> None:
@@ -97,15 +100,23 @@ class TreeGeometry:
         """Rows of `cat([ring, nodes])` that each new closing node pools: `[B, J, span]`, and which lie before position 0."""
 
         def compute() -> tuple[Tensor, Tensor]:
-            closers = self.new_closers(ratio).clamp(min=0)
-            offsets = torch.arange(1 - span, 1, device=closers.device)
-            positions = self.positions.gather(1, closers)[..., None] + offsets
-            depths = positions - self.lengths[:, None, None]
-            nodes = self.tree.node_at(closers[..., None].expand_as(depths), depths)
-            rows = torch.where(depths < 0, positions % ring_size, ring_size + nodes.clamp(min=0))
+            rows, positions, _ = self.path_rows(self.new_closers(ratio).clamp(min=0), span, ring_size)
             return rows, positions < 0
 
         return self.memo(("pool_index", ratio, span, ring_size), compute)
+
+    def path_rows(self, nodes: Tensor, span: int, ring_size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The last `span` positions of the paths to `nodes` `[B, M]`, as rows of `cat([ring, nodes])`.
+
+        Returns:
+            `(rows, positions, ancestors)`, each `[B, M, span]`; ancestors only where a position is not committed.
+        """
+        offsets = torch.arange(1 - span, 1, device=nodes.device)
+        positions = self.positions.gather(1, nodes)[..., None] + offsets
+        depths = positions - self.lengths[:, None, None]
+        ancestors = self.tree.node_at(nodes[..., None].expand_as(depths), depths)
+        rows = torch.where(depths < 0, positions % ring_size, ring_size + ancestors.clamp(min=0))
+        return rows, positions, ancestors
 
     # Compressed columns: committed entries first, then own-path entries in the order of `closers`
 
@@ -209,6 +220,19 @@ class TreeGeometry:
         own = self.closer_rank(ratio)[self.batch_index[..., None], closers.clamp(min=0)]
         is_own = selected >= first_own
         return torch.where(is_own, 0, selected).clamp(min=0), torch.where(is_own, own, -1)
+
+    def take_entries(
+        self, committed: Tensor, own: Tensor, selected: Tensor, ratio: int, start: int, stop: int
+    ) -> Tensor:
+        """The entries `selected` `[B, q, k]` of nodes `start .. stop - 1`, `[B, q, k, D]`, from the committed ones of
+        this round's rows `[B, T, D]` and the own-path ones `[B, J, D]`."""
+        batch = self.batch_index[..., None]
+        if own.shape[1] == 0:
+            return committed[batch, selected.clamp(min=0)]
+        row, own_row = self.locate_entries(selected, ratio, start, stop)
+        if committed.shape[1] == 0:
+            return own[batch, own_row.clamp(min=0)]
+        return torch.where(own_row[..., None] < 0, committed[batch, row], own[batch, own_row.clamp(min=0)])
 
     def closer_rank(self, ratio: int) -> Tensor:
         """Row in the own-path entries of each closing node, `[B, N]`."""

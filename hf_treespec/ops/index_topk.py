@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from .backend import with_kernel
+from .fixed import FixedGeometry
 from .geometry import TreeGeometry
 
 
@@ -34,6 +35,8 @@ def index_topk(
         Entry numbers `[B, Q, topk]`, ascending, padded with -1 behind; numbers from `length // ratio` on denote
         entries of the node's own path.
     """
+    if geometry.fixed:
+        return _own_columns_topk(query, weights, entries, own_entries, topk, ratio, geometry)
     committed = geometry.committed_entries(ratio)
     columns = committed + own_entries.shape[1]
     # Two products instead of one over a copy of everything committed.
@@ -59,6 +62,33 @@ def _score(query: Tensor, weights: Tensor, table: Tensor) -> Tensor:
     products = torch.bmm(query.float().reshape(batch, count * heads, dim), table).relu_()
     products = products.view(batch * count, heads, -1)
     return torch.bmm(weights.reshape(batch * count, 1, heads), products).view(batch, count, -1)
+
+
+def _own_columns_topk(
+    query: Tensor,
+    weights: Tensor,
+    entries: Tensor,
+    own_entries: Tensor,
+    topk: int,
+    ratio: int,
+    geometry: FixedGeometry,
+) -> Tensor:
+    """Each node over a table of its own, one column per entry number."""
+    numbers = geometry.all_entries(ratio)  # [B, Q, T]
+    batch, count, columns = numbers.shape
+    committed = geometry.take_rows(entries[:, :columns])
+    step = max(1, MAX_SCORES // (batch * columns * max(query.shape[2:])))
+    selected = []
+    for first in range(0, count, step):
+        block = slice(first, min(first + step, count))
+        places = geometry.start + block.start, geometry.start + block.stop
+        table = geometry.take_entries(committed, own_entries, numbers[:, block], ratio, *places).float()
+        # Every node is a batch entry.
+        asked = [x[:, block].flatten(0, 1)[:, None] for x in (query, weights)]
+        scores = _score(*asked, table.flatten(0, 1).transpose(1, 2)).view(batch, -1, columns)
+        every = torch.arange(columns, device=query.device).expand(batch, -1)
+        selected.append(_stable_topk(scores, numbers[:, block] >= 0, every, min(topk, columns)))
+    return torch.cat(selected, 1)
 
 
 def _stable_topk(scores: Tensor, visible: Tensor, numbers: Tensor, topk: int) -> Tensor:

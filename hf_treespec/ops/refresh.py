@@ -1,17 +1,25 @@
 """Committing an accepted path: rows of the round's scratch go to their place in rings and entries."""
 
+import torch
 from torch import Tensor
 
 
-def scatter_path(state: Tensor, scratch: Tensor, target: Tensor, source: Tensor) -> None:
+def scatter_path(state: Tensor, scratch: Tensor, target: Tensor, source: Tensor, skips: bool = False) -> None:
     """Writes rows of `scratch` into `state`, in place.
 
     Args:
         state: committed tensor `[rows, slots, ...]`, contiguous.
         scratch: what the round produced, `[B, N, ...]`.
-        target: place of each write in the flattened first two dimensions of `state`, `[M]`, each once (the kernel, which
-            takes several writes at once, skips -1).
+        target: place of each write in the flattened first two dimensions of `state`, `[M]`, each once.
         source: where each comes from in those of `scratch`, `[M]`.
+        skips: places that are not to be written are among the targets, as their complement `~place`. (The kernel, which
+            takes several writes at once, always looks.)
     """
-    values = scratch.flatten(0, 1).index_select(0, source)
-    state.view(-1, *state.shape[2:]).index_copy_(0, target, values.to(state.dtype))
+    values = scratch.flatten(0, 1).index_select(0, source).to(state.dtype)
+    state = state.view(-1, *state.shape[2:])
+    if skips:
+        # What is there is written once more: the number of writes is fixed.
+        skipped = (target < 0).view(-1, *[1] * (state.dim() - 1))
+        target = torch.where(target < 0, ~target, target)
+        values = torch.where(skipped, state.index_select(0, target), values)
+    state.index_copy_(0, target, values)

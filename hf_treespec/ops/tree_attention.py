@@ -4,8 +4,13 @@ import torch
 from torch import Tensor
 
 from .backend import with_kernel
+from .fixed import FixedGeometry
 from .geometry import TreeGeometry
 from .rotary import rotate_
+
+
+# Elements of the keys that are gathered for nodes with columns of their own, a block of nodes at a time.
+MAX_GATHERED = 1 << 26
 
 
 @with_kernel
@@ -39,6 +44,11 @@ def tree_attention(
     Returns:
         `[B, Q, H, D]`.
     """
+    if geometry.fixed:
+        columns = (ratio, entries, own_entries, selected)
+        sinks = sinks.float()[:, None]
+        output = _attend_own_columns(query, node_kv, ring, sinks, window, scaling, geometry, *columns)
+        return rotate_(output, inverse[:, :, None])
     table = geometry.window_table(ring, node_kv, window)
     if ratio:
         committed = geometry.take_rows(entries[:, : geometry.committed_entries(ratio)])
@@ -55,7 +65,7 @@ def tree_attention(
             bias = geometry.column_bias(start, stop, window, ring.shape[1], ratio)
             outputs.append(_attend(query[:, block], keys, bias, sinks, scaling))
         else:
-            picked = _gather(committed, own_entries, selected[:, block], ratio, start, stop, geometry)
+            picked = geometry.take_entries(committed, own_entries, selected[:, block], ratio, start, stop)
             chosen = torch.zeros(selected[:, block].shape, device=query.device)
             chosen = chosen.masked_fill(selected[:, block] < 0, float("-inf"))
             outputs.append(_attend(query[:, block], keys, bias, sinks, scaling, picked, chosen))
@@ -63,17 +73,40 @@ def tree_attention(
     return rotate_(output, inverse[:, :, None])
 
 
-def _gather(
-    committed: Tensor, own: Tensor, selected: Tensor, ratio: int, start: int, stop: int, geometry: TreeGeometry
+def _attend_own_columns(
+    query: Tensor,
+    node_kv: Tensor,
+    ring: Tensor,
+    sinks: Tensor,
+    window: int,
+    scaling: float,
+    geometry: FixedGeometry,
+    ratio: int,
+    entries: Tensor | None,
+    own_entries: Tensor | None,
+    selected: Tensor | None,
 ) -> Tensor:
-    """The selected entries of each query, `[B, q, k, D]`."""
-    batch = geometry.batch_index[..., None]
-    if own.shape[1] == 0:
-        return committed[batch, selected.clamp(min=0)]
-    row, own_row = geometry.locate_entries(selected, ratio, start, stop)
-    if committed.shape[1] == 0:
-        return own[batch, own_row.clamp(min=0)]
-    return torch.where(own_row[..., None] < 0, committed[batch, row], own[batch, own_row.clamp(min=0)])
+    """Each node over columns of its own: nothing is shared, so that no sum depends on what lies around a node."""
+    table = torch.cat([geometry.take_rows(ring), node_kv], 1)
+    rows, visible = geometry.window_columns(window, ring.shape[1])
+    if ratio:
+        committed = geometry.take_rows(entries[:, : geometry.committed_entries(ratio)])
+        selected = geometry.all_entries(ratio) if selected is None else selected
+        visible = torch.cat([visible, selected >= 0], -1)
+    bias = torch.zeros(visible.shape, device=query.device).masked_fill(~visible, float("-inf"))
+    nothing = table[:, :0], bias[:, :, :0]
+    size = max(1, MAX_GATHERED // (visible.shape[0] * visible.shape[2] * query.shape[3]))
+    outputs = []
+    for first in range(0, query.shape[1], size):
+        block = slice(first, min(first + size, query.shape[1]))
+        picked = table[geometry.batch_index[..., None], rows[:, block]]
+        if ratio:
+            places = geometry.start + block.start, geometry.start + block.stop
+            chosen = geometry.take_entries(committed, own_entries, selected[:, block], ratio, *places)
+            picked = torch.cat([picked, chosen], 2)
+        shared = nothing[0], nothing[1][:, block]
+        outputs.append(_attend(query[:, block], *shared, sinks, scaling, picked, bias[:, block]))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
 
 def _attend(
