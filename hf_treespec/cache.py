@@ -13,7 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from . import ops
 from .config import DEFAULT_EXPERT_WORKSPACE
-from .fork import DEFAULT_SPARE, CommitPlan, Fork, ForkableCache
+from .fork import DEFAULT_SPARE, FIRST_CAPACITY, CommitPlan, Fork, ForkableCache
 
 
 CSA = "compressed_sparse_attention"
@@ -106,6 +106,7 @@ class TreeCache(ForkableCache):
         device: device of `lengths` and `token_ids`. Layer state is allocated where the layer runs.
         head_layers (`int`, defaults to 0): window rings of a draft head, behind the model's layers.
         backend (`str`, defaults to `"auto"`): what runs the operations, see [`TreeConfig`].
+        capacity (`int`, defaults to 64): tokens that a row has room for at first; doubles when needed.
 
     `configure` sets what else of a [`TreeConfig`] says how rounds are computed; it may change between rounds.
     """
@@ -118,9 +119,12 @@ class TreeCache(ForkableCache):
         device: torch.device | str | None = None,
         head_layers: int = 0,
         backend: str = "auto",
+        capacity: int = FIRST_CAPACITY,
     ) -> None:
         layer_types = [*config.layer_types, *["sliding_attention"] * head_layers]
-        super().__init__([TreeCacheLayer(config, layer_type) for layer_type in layer_types], rows, spare, device)
+        super().__init__(
+            [TreeCacheLayer(config, layer_type) for layer_type in layer_types], rows, spare, device, capacity
+        )
         self.head_layers = head_layers
         self.backend = backend
         self.expert_workspace = DEFAULT_EXPERT_WORKSPACE

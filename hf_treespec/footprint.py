@@ -9,6 +9,7 @@ from torch import nn
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
 from .cache import TreeCache
+from .fork import DEFAULT_SPARE
 from .heads import DSparkHead, MTPHead, names
 
 
@@ -167,17 +168,19 @@ def length_of(entry: Mapping[str, Any]) -> int:
     return end - start
 
 
-def cache_bytes(config: DeepseekV4Config, tokens: int, head_layers: int, width: int) -> int:
+def cache_bytes(
+    config: DeepseekV4Config, tokens: int, head_layers: int, width: int, spare: int = DEFAULT_SPARE
+) -> int:
     """Bytes of the `TreeCache` of one row of `tokens` tokens, in a dtype of `width` bytes."""
-    cache = TreeCache(config, rows=1, head_layers=head_layers)
+    cache = TreeCache(config, rows=1, spare=spare, head_layers=head_layers)
     numbers = 0
     for layer in cache.layers:
         numbers += (layer.sliding_window + cache.spare) * config.head_dim
         for name, stream in layer.streams.items():
             size = config.index_head_dim if name == "indexer" else config.head_dim
             overlap = stream.span // stream.ratio
-            numbers += tokens // stream.ratio * size + (stream.span + cache.spare) * 2 * overlap * size
-    return numbers * width
+            numbers += max(1, tokens // stream.ratio) * size + (stream.span + cache.spare) * 2 * overlap * size
+    return numbers * width + tokens * cache.token_ids.element_size()
 
 
 def gpu_table(config: DeepseekV4Config, footprint: Footprint) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from .tree import TokenTree
 
 DEFAULT_SPARE = 32
 _claiming = threading.Lock()
-_FIRST_CAPACITY = 64
+FIRST_CAPACITY = 64
 
 
 class Fork:
@@ -243,11 +243,18 @@ class ForkableCache(Cache):
     # Whether shapes, and with them bits, must depend on nothing that drafting changes.
     deterministic = False
 
-    def __init__(self, layers: list, rows: int, spare: int, device: torch.device | str | None) -> None:
+    def __init__(
+        self,
+        layers: list,
+        rows: int,
+        spare: int,
+        device: torch.device | str | None,
+        capacity: int = FIRST_CAPACITY,
+    ) -> None:
         super().__init__(layers=layers)
         self.rows = rows
         self.spare = spare
-        self.capacity = _FIRST_CAPACITY
+        self.capacity = capacity
         self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
         self.written = torch.zeros_like(self.lengths)
         self.token_ids = torch.zeros(rows, self.capacity, dtype=torch.long, device=device)
@@ -444,6 +451,18 @@ class ForkableCache(Cache):
             setattr(owner, name, tensor)
         self.rows = len(indices)
         self.usable = True
+
+    def copy_rows(self, sources: Tensor, targets: Tensor) -> None:
+        """Makes the rows `targets` `[M]` copies of the rows `sources` `[M]`, in place; interrupted, they are empty."""
+        self._check_usable()
+        lengths, written = self.lengths[sources], self.written[sources]
+        self.lengths = self.lengths.index_fill(0, targets, 0)
+        for layer in self.layers:
+            for _, _, tensor in layer.tensors():
+                tensor[targets.to(tensor.device)] = tensor[sources.to(tensor.device)]
+        self.token_ids[targets] = self.token_ids[sources]
+        self.written = self.written.index_copy(0, targets, written)
+        self.lengths = self.lengths.index_copy(0, targets, lengths)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorders rows."""

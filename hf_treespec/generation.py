@@ -7,6 +7,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,12 +27,14 @@ from .modeling import device_of, disable, enable, is_enabled, unwrap
 from .outputs import Recorder, Stream, ended
 from .prefill import left_align, prefill_once
 from .processors import warpers
+from .ranks import ranks_of
 from .reuse import reuse_prefix
 from .rounds import Rounds, check_rounds
 from .sampling import resolve_seeds
 from .selection import DraftNoise
 from .steps import fields_to_keep, make_verifier
 from .stopping import add_stop_strings, token_limit
+from .synced import SyncedForwards, synced_forwards
 from .texts import Texts
 from .validation import (
     check_assistant,
@@ -156,10 +159,12 @@ def generate(model, *args, **kwargs):
         if arguments.get(alias) is not None:
             arguments.setdefault("cache", arguments.pop(alias))
     with ended(arguments.get("streamer")):
-        return _generate(model, arguments, tree_config, **own)
+        return run_call(model, arguments, tree_config, decode, **own)
 
 
-def _generate(model, arguments: dict[str, Any], tree_config, seeds, return_logprobs):
+def run_call(model, arguments: dict[str, Any], tree_config, method: Callable, seeds=None, return_logprobs=None):
+    """Validates a call of `generate` with `tree_config`, has transformers prepare it, and runs `method`, which takes
+    what [`decode`] does."""
     if not isinstance(tree_config, TreeConfig):
         tree_config = TreeConfig.from_dict(tree_config)
     input_ids = arguments.get("input_ids", arguments.get("inputs"))
@@ -173,15 +178,16 @@ def _generate(model, arguments: dict[str, Any], tree_config, seeds, return_logpr
     assistant_model = arguments.pop("assistant_model", None)
     check_assistant(model, assistant_model, tree_config)
     check_rounds(model, tree_config)
-    drafting = _Drafting(model, arguments, tree_config, assistant_model, ngram_size)
+    drafting = Drafting(model, arguments, tree_config, assistant_model, ngram_size)
     add_stop_strings(model, arguments)
     _unset("stop_strings", arguments, model)
+    drafting.synced = synced_forwards(model, arguments.pop("synced_gpus", None))
     for name in ("tokenizer", "num_assistant_tokens", "assistant_confidence_threshold", "custom_generate"):
         arguments.pop(name, None)
     # Inference tensors could not be written by a later call outside inference mode; the cache outlives this one.
     with drafting.assistant_enabled(), torch.inference_mode(False), torch.no_grad():
         method = partial(
-            decode,
+            method,
             drafting=drafting,
             seeds=seeds,
             return_logprobs=return_logprobs,
@@ -207,7 +213,7 @@ _borrowers: "weakref.WeakKeyDictionary[torch.nn.Module, int]" = weakref.WeakKeyD
 _borrowing = threading.Lock()
 
 
-class _Drafting:
+class Drafting:
     """What the loop needs to make its drafter: the resolved options of one call."""
 
     def __init__(
@@ -219,6 +225,7 @@ class _Drafting:
             tree_config = TreeConfig.from_dict({**tree_config.to_dict(), "depth": depth})
         self.tree_config = tree_config
         self.ngram_size = ngram_size
+        self.synced: SyncedForwards | None = None
         self.model = model
         self.assistant_model = None
         if assistant_model is not None and tree_config.budget > 1:
@@ -303,7 +310,7 @@ def decode(
     logits_processor,
     stopping_criteria,
     generation_config,
-    drafting: _Drafting,
+    drafting: Drafting,
     seeds=None,
     return_logprobs=None,
     streamer=None,
@@ -329,7 +336,10 @@ def decode(
         cache = TreeCache(model.config, batch, spare, tokens.device, drafting.head_layers)
     pad = generation_config._pad_token_tensor
     texts = Texts(input_ids.to(tokens.device), width - lengths, limit, pad=0 if pad is None else int(pad))
+    ranks = ranks_of(model)
     seeds = resolve_seeds(seeds, batch) if generation_config.do_sample else None
+    if seeds is not None and ranks is not None:
+        (seeds,) = ranks.agree(seeds.to(tokens.device))
     keep = fields_to_keep(generation_config, return_logprobs)
     verifier = make_verifier(texts, logits_processor, stopping_criteria, seeds, keep)
     recorder, stream = Recorder(texts, keep), Stream(streamer, texts)
@@ -339,6 +349,7 @@ def decode(
         generator = drafting.generator(cache, verifier.end)
         if seeds is not None:
             generator.noise = DraftNoise(warpers(logits_processor), seeds, cache)
+        generator.synced = drafting.synced
         reuse_prefix(cache, model.config, tokens, lengths, depth + 1, drafting.head)
         stats = TreeStats(seeds=None if seeds is None else seeds.tolist())
         with generator.attached():
@@ -373,21 +384,30 @@ def decode_rows(
     recorder: Recorder | None = None,
     stream: Stream | None = None,
     rounds: Rounds | None = None,
+    refill: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
-    """The rounds, until every row of `texts` has stopped; `roots` `[R]` are the last prompt tokens, the first not in
-    the cache."""
+    """The rounds, until every row of `texts` has stopped; `roots` `[B]` are the last prompt tokens of the live rows, the
+    first not in the cache. After every round `refill` may let rows leave and enter: it takes the roots, gives theirs."""
     rounds = rounds or Rounds(model, cache, TreeConfig(cuda_graphs=False), depth, texts)
+    ranks = generator.ranks = ranks_of(model)
     while True:
         rows = texts.rows
         with stats.timed("draft"):
-            remaining = texts.limit - texts.counts[texts.live]
-            tree = generator.propose(rows, roots, min(depth, texts.most_remaining - 1), remaining - 1)
+            remaining = texts.remaining
+            levels = min(depth, texts.most_remaining - 1)
+            if generator.synced is not None:
+                levels = generator.synced.levels(levels)
+            tree = generator.propose(rows, roots, levels, remaining - 1)
+            if ranks is not None:
+                tree = ranks.agree_on_tree(tree, generator.budget)
         with rounds.fork(tree, rows) as fork:
             with stats.timed("verify"):
                 logits = rounds.forward(fork)
             with stats.timed("accept"):
                 verifier.selector.begin(fork)
                 verdict = verifier(logits, fork, remaining)
+                if ranks is not None:
+                    verdict = ranks.agree_on_verdict(verdict)
                 verifier.selector.commit(fork, verdict.path, verdict.accepted)
                 accepted, emitted = verdict.accepted, verdict.emitted
             with stats.timed("refresh"):
@@ -403,9 +423,15 @@ def decode_rows(
         kept = texts.leave(on_host, finished)
         if stream is not None:
             stream.send()
-        if not texts.live_rows:
+        if refill is None and generator.synced is None and not texts.live_rows:
             return
         with stats.timed("draft"):
             generator.update(verdict.path, accepted, verdict.selection.tokens)
         if kept is not None:
             roots = roots[kept]
+        if refill is not None:
+            roots = refill(roots)
+        if not texts.live_rows:
+            if generator.synced is not None:
+                generator.synced.idle(model, cache, generator)
+            return

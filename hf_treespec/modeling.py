@@ -4,6 +4,7 @@ import functools
 import inspect
 import logging
 import types
+from collections.abc import Callable
 
 import torch
 import transformers
@@ -45,22 +46,23 @@ def enable(model: nn.Module) -> nn.Module:
         ValueError: for another architecture, an untested transformers version, or a module whose forward was replaced
             by something unknown.
     """
-    from .generation import generate
-
     inner = unwrap(model)
     _check_model(inner)
     _check_versions()
-    own = inner.__dict__.get("generate")
-    if own is not None and getattr(own, "func", None) is not generate:
-        raise ValueError(f"The model has a `generate` of its own ({own!r}); delete that attribute before `enable`.")
+    bound = _bound()
+    for name, function in bound.items():
+        own = inner.__dict__.get(name)
+        if own is not None and getattr(own, "func", None) is not function:
+            raise ValueError(f"The model has a `{name}` of its own ({own!r}); delete that attribute before `enable`.")
     for module in inner.modules():
         if isinstance(module, tuple(SWAPPED)) and type(module) not in SWAPPED and type(module) not in _STOCK:
             raise ValueError(
                 f"{type(module).__qualname__} subclasses a DeepSeek-V4 module; only stock ones are swapped."
             )
     _swap([(module, SWAPPED[type(module)]) for module in inner.modules() if type(module) in SWAPPED])
-    # A partial, not a bound method: it pickles and deep-copies with the model it belongs to.
-    inner.generate = functools.partial(generate, inner)
+    for name, function in bound.items():
+        # A partial, not a bound method: it pickles and deep-copies with the model it belongs to.
+        setattr(inner, name, functools.partial(function, inner))
     for module in inner.modules():
         if type(module) in _STOCK and _effective_forward(module) is not type(module).forward:
             raise RuntimeError(f"{type(module).__qualname__} is swapped, but its forward is not ours.")
@@ -69,14 +71,21 @@ def enable(model: nn.Module) -> nn.Module:
 
 def disable(model: nn.Module) -> nn.Module:
     """Takes back what `enable` did and returns the model."""
-    from .generation import generate
-
     inner = unwrap(model)
     _swap([(module, _STOCK[type(module)]) for module in inner.modules() if type(module) in _STOCK])
-    if getattr(inner.__dict__.get("generate"), "func", None) is generate:
-        del inner.generate
+    for name, function in _bound().items():
+        if getattr(inner.__dict__.get(name), "func", None) is function:
+            delattr(inner, name)
     inner.__dict__.pop(HEAD_ATTRIBUTE, None)
     return model
+
+
+def _bound() -> dict[str, Callable]:
+    """What `enable` binds to a model, by attribute."""
+    from .batching import generate_batch, refuse_manager
+    from .generation import generate
+
+    return {"generate": generate, "generate_batch": generate_batch, "init_continuous_batching": refuse_manager}
 
 
 def is_enabled(model: nn.Module) -> bool:

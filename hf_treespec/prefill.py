@@ -22,17 +22,23 @@ def left_align(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor
     return input_ids.gather(1, columns.clamp(max=width - 1)), lengths
 
 
-def prefill(model, cache, tokens: Tensor, lengths: Tensor, chunk_size: int | None = None, generator=None) -> None:
+def prefill(
+    model, cache, tokens: Tensor, lengths: Tensor, chunk_size: int | None = None, generator=None, synced=None
+) -> None:
     """Brings every row of `cache` to `lengths` `[rows]` with `tokens` `[rows, P]`, `chunk_size` tokens per forward.
 
     Rows may start anywhere (a reused cache) and drop out as they finish. No logits are needed: the last prompt token
-    is the first round's root. A `generator` (`TreeCandidateGenerator`) reads along.
+    is the first round's root. A `generator` (`TreeCandidateGenerator`) reads along. Ranks may be kept in step
+    (`SyncedForwards`).
     """
     chunk_size = DEFAULT_CHUNK_SIZE if chunk_size is None else chunk_size
     starts = cache.lengths
     remaining = (lengths - starts).tolist()
-    chunks = _fixed_chunks if cache.deterministic else _chunks
-    for active, offsets, counts, width in chunks(remaining, chunk_size):
+    chunks = list((_fixed_chunks if cache.deterministic else _chunks)(remaining, chunk_size))
+    if synced is not None:
+        # First: what these leave behind in the generator is forgotten or overwritten.
+        synced.fill_prefill(model, cache, len(chunks), generator)
+    for active, offsets, counts, width in chunks:
         rows = None if len(active) == len(remaining) else torch.tensor(active, device=tokens.device)
         offset, counts = torch.tensor([offsets, counts], device=tokens.device)
         columns = torch.arange(width, device=tokens.device)
@@ -83,8 +89,9 @@ def prefill_once(
     first = rows - rows % copies
     # What is not longer than the cache is not read.
     once = lengths if copies == 1 else torch.where(rows == first, lengths, 0)
-    prefill(model, cache, tokens, once, chunk_size, generator)
+    prefill(model, cache, tokens, once, chunk_size, generator, generator.synced)
     generator.begin(tokens, once)
     if copies > 1:
-        cache.batch_select_indices(first)
-        generator.select_rows(first)
+        others = (rows != first).nonzero()[:, 0]
+        cache.copy_rows(first[others], others)
+        generator.copy_rows(first[others], others)

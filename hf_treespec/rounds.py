@@ -18,6 +18,7 @@ from .config import TreeConfig
 from .experts import TreeExperts
 from .fork import Fork
 from .heads.taps import StreamTaps
+from .ranks import ranks_of
 from .texts import Texts
 from .tree import TokenTree
 
@@ -205,6 +206,8 @@ def why_not_captured(model: nn.Module) -> str | None:
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         if not all(getattr(hook, "replayed", False) for hook in hooks):
             return f"`{name}` has forward hooks"
+    if ranks_of(model) is not None:
+        return "several processes hold it together"
     if len(devices) != 1:
         return f"it is spread over {devices}"
     return None

@@ -71,13 +71,14 @@ class TokenSelector:
         """Whether the best logit decides and nothing else is asked for."""
         return not self.steps and self.seeds is None and not self.keep
 
-    def __call__(self, logits: Tensor, fork: Fork) -> Selection:
-        """Selects at all nodes of the open round; `logits` are `[B, N, V]`."""
+    def __call__(self, logits: Tensor, fork: Fork, entries: Tensor | None = None) -> Selection:
+        """Selects at all nodes of the open round's batch `entries` `[B]` (all by default); `logits` are `[B, N, V]`."""
         if self.is_plain:
             return Selection(logits.argmax(-1))
         batch, count, vocab_size = logits.shape
         nodes = torch.arange(count, device=logits.device).expand(batch, count)
-        entries = torch.arange(batch, device=logits.device)
+        if entries is None:
+            entries = torch.arange(batch, device=logits.device)
         # Whole rows: a processor with state meets a node's parent before the node.
         rows = max(1, CHUNK_ELEMENTS // (count * max(vocab_size, fork.max_length)))
         chunks = [

@@ -37,6 +37,11 @@ class Texts:
         return None if len(self.live_rows) == len(self.written) else self.live
 
     @property
+    def remaining(self) -> Tensor:
+        """Tokens that each live row may still write, `[B]`."""
+        return self.limit - self.counts[self.live]
+
+    @property
     def most_remaining(self) -> int:
         """Tokens that the live row with the shortest text may still write."""
         return self.limit - min(self.written[row] for row in self.live_rows)

@@ -33,7 +33,7 @@ REFUSED = {
     "output_attentions": ((False,), _FORWARD),
     "output_hidden_states": ((False,), _FORWARD),
     "negative_prompt_ids": ((), _SECOND_PROMPT),
-    "synced_gpus": ((False,), _LATER),
+    "synced_gpus": ((False, True), "it is a switch"),
     "custom_generate": ((), "tree decoding is a generation method of its own; drop it"),
     "inputs_embeds": ((), "trees are drafted from token ids; pass `input_ids`"),
     "position_ids": ((), "positions follow from `attention_mask`; drop it"),

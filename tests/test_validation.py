@@ -78,7 +78,6 @@ def test_options_wherever_they_are_set(model, options):
     "options",
     [
         {"negative_prompt_ids": torch.tensor([[1]])},
-        {"synced_gpus": True},
         {"custom_generate": lambda *_, **__: None},
         {"inputs_embeds": torch.zeros(2, 6, 32)},
         {"position_ids": torch.arange(6)[None]},

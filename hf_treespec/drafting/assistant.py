@@ -55,10 +55,17 @@ class AssistantTreeGenerator(LevelTreeGenerator):
         self.has_pending = torch.zeros(rows, dtype=torch.bool, device=self.device)
 
     def begin(self, tokens: Tensor, lengths: Tensor) -> None:
-        prefill(self.model, self.cache, tokens.to(self.device), lengths.to(self.device), self.chunk_size)
+        tokens, lengths = tokens.to(self.device), lengths.to(self.device)
+        prefill(self.model, self.cache, tokens, lengths, self.chunk_size, synced=self.synced)
 
-    def select_rows(self, indices: Tensor) -> None:
-        self.cache.batch_select_indices(indices.to(self.device))
+    def restart(self, rows: Tensor) -> None:
+        super().restart(rows)
+        rows = rows.to(self.device)
+        self.has_pending[rows] = False
+        self.cache.rewind(self.cache.lengths.index_fill(0, rows, 0))
+
+    def copy_rows(self, sources: Tensor, targets: Tensor) -> None:
+        self.cache.copy_rows(sources.to(self.device), targets.to(self.device))
 
     def propose(self, rows: Tensor | None, roots: Tensor, depth: int, limits: Tensor | None = None) -> TokenTree:
         self._round = ExitStack()
@@ -85,6 +92,9 @@ class AssistantTreeGenerator(LevelTreeGenerator):
 
     def _forward(self, last_only: bool) -> Tensor:
         return self.model(**self._fork.model_inputs(), logits_to_keep=int(last_only)).logits
+
+    def discard(self) -> None:
+        self._round.close()
 
     def update(self, path: Tensor, path_lengths: Tensor, predicted: Tensor) -> None:
         pool = self._pool

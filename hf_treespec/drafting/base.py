@@ -8,6 +8,8 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..fork import Fork
 from ..heads.taps import StreamTaps
+from ..ranks import Ranks
+from ..synced import SyncedForwards
 from ..tree import TokenTree
 
 
@@ -21,16 +23,27 @@ class TreeCandidateGenerator(CandidateGenerator):
 
     taps: StreamTaps | None = None
     noise: Callable[[Tensor, Tensor, int], Tensor] | None = None
+    # Nodes per tree at most, the root included.
+    budget: int = 1
+    # Where several processes hold the target together: what makes rank 0's candidates everyone's.
+    ranks: Ranks | None = None
+    # Where other ranks wait for this one's forwards: what keeps them in step.
+    synced: SyncedForwards | None = None
 
     def attached(self) -> AbstractContextManager:
         """The context in which the target runs for this drafter: whatever it needs to see is hooked here."""
         return nullcontext()
 
-    def begin(self, tokens: Tensor, lengths: Tensor) -> None:
-        """Takes in the committed context: `tokens` `[rows, P]`, of which the first `lengths` `[rows]` are real."""
+    def restart(self, rows: Tensor) -> None:
+        """Forgets what it knows of the physical `rows` `[M]`, in which other texts are to begin. (The target's cache is
+        taken care of.)"""
 
-    def select_rows(self, indices: Tensor) -> None:
-        """After `begin`: row r goes on as a copy of row `indices[r]`. (The target's cache is taken care of.)"""
+    def begin(self, tokens: Tensor, lengths: Tensor) -> None:
+        """Takes in the committed context: `tokens` `[rows, P]`, of which the first `lengths` `[rows]` are real; rows of
+        which it knows as much go on as they are."""
+
+    def copy_rows(self, sources: Tensor, targets: Tensor) -> None:
+        """After `begin`: the rows `targets` `[M]` go on as copies of the rows `sources` `[M]`."""
 
     def read(self, fork: Fork, path: Tensor, path_lengths: Tensor, following: Tensor) -> None:
         """Sees what the target's open round is about to commit, in prefill and in decoding.
@@ -52,6 +65,9 @@ class TreeCandidateGenerator(CandidateGenerator):
             path: accepted nodes by depth, root first, `[B, P]`, of which `path_lengths` `[B]` are committed.
             predicted: the target's token at each node, `[B, N]`.
         """
+
+    def discard(self) -> None:
+        """Instead of `update`: the tree proposed last was for nothing."""
 
 
 class RootGenerator(TreeCandidateGenerator):

@@ -36,6 +36,10 @@ class AcceptanceCalibration:
         self.counts = torch.full((rows, top_k, len(_EDGES) + 1, 2), _PRIOR_WEIGHT, **options)
         self.ranks = torch.arange(top_k, device=device)
 
+    def restart(self, rows: Tensor) -> None:
+        """Forgets what the physical `rows` `[M]` have learned."""
+        self.counts[rows] = _PRIOR_WEIGHT
+
     def prior(self, probabilities: Tensor) -> Tensor:
         """Prior acceptance of candidates `[..., k]` ordered by rank."""
         return self.shares * probabilities**self.exponents

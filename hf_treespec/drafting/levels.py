@@ -40,6 +40,9 @@ class LevelTreeGenerator(TreeCandidateGenerator):
         self._pool: CandidatePool | None = None
         self._fork: Fork | None = None
 
+    def restart(self, rows: Tensor) -> None:
+        self.calibration.restart(rows.to(self.device))
+
     def _forward(self, last_only: bool) -> Tensor:
         """Logits `[B, M, V]` of the query nodes of the fork, or of the last of them."""
         raise NotImplementedError
@@ -58,8 +61,9 @@ class LevelTreeGenerator(TreeCandidateGenerator):
             place, tokens, worth = pool.advance(
                 self.frontier_width, self.budget - 1, self.lowest_score, level < limits
             )
-            # Reading the device costs a stall elsewhere; there the level is drafted with padding nodes instead.
-            if self.device.type == "cpu" and not worth.any():
+            # Reading the device costs a stall elsewhere; there the level is drafted with padding nodes instead, and so
+            # it is where other ranks wait for this one's forward.
+            if self.device.type == "cpu" and self.synced is None and not worth.any():
                 pool.frontiers.pop()
                 break
             self._extend(tokens, place // self.top_k, worth)
@@ -82,6 +86,8 @@ class LevelTreeGenerator(TreeCandidateGenerator):
         probabilities, tokens = logits.float().softmax(-1).topk(self.top_k, dim=-1)
         probabilities = self._survival(probabilities)
         acceptance = self.calibration.estimate(self._rows, probabilities) * valid[..., None]
+        if self.ranks is not None:
+            tokens, probabilities, acceptance = self.ranks.agree(tokens, probabilities, acceptance)
         self._pool.add_level(tokens, probabilities, acceptance)
 
     def _survival(self, probabilities: Tensor) -> Tensor:

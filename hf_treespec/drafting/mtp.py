@@ -38,15 +38,22 @@ class MTPTreeGenerator(HeadTreeGenerator):
         self.streams = self.streams.index_copy(0, rows.to(self.head.device), last)
         self.has_streams = self.has_streams.index_fill(0, rows, True)
 
-    def select_rows(self, indices: Tensor) -> None:
-        self.has_streams = self.has_streams[indices]
+    def restart(self, rows: Tensor) -> None:
+        super().restart(rows)
+        self.has_streams = self.has_streams.index_fill(0, rows, False)
+
+    def copy_rows(self, sources: Tensor, targets: Tensor) -> None:
+        self.has_streams[targets] = self.has_streams[sources]
         if self.streams is not None:
-            self.streams = self.streams[indices.to(self.head.device)]
+            self.streams[targets.to(self.head.device)] = self.streams[sources.to(self.head.device)]
 
     def propose(self, rows: Tensor | None, roots: Tensor, depth: int, limits: Tensor | None = None) -> TokenTree:
         self._pool = None
-        if depth == 0 or self.streams is None:
+        if depth == 0 or self.streams is None and self.synced is None:
             return TokenTree.chain(roots[:, None])
+        if self.streams is None:
+            width = (self.cache.rows, self.model.config.hc_mult, self.model.config.hidden_size)
+            self.streams = torch.zeros(width, dtype=self.model.dtype, device=self.head.device)
         physical = torch.arange(len(roots), device=self.device) if rows is None else rows
         self._lanes = self.streams[physical.to(self.head.device)][:, None]
         limits = torch.full_like(roots, depth) if limits is None else limits

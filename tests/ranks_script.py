@@ -1,0 +1,111 @@
+"""Run by torchrun on two processes; each part is what `test_ranks.py` says about it.
+
+    torchrun --nproc-per-node 2 tests/ranks_script.py FOLDER CASES.json OUTPUT.json
+
+CASES holds a list of cases for each of `expert`, `tensor` (the ranks hold one model together) and `synced` (each has one
+of its own, but forwards wait for one another). OUTPUT gets what was written.
+"""
+
+import json
+import sys
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+import hf_treespec
+from hf_treespec.drafting.calibration import AcceptanceCalibration
+from hf_treespec.stopping import MaxTimeCriteria
+
+
+PLANS = {
+    "expert": {"distributed_config": DistributedConfig(tp_size=2, ep_size=2)},
+    "tensor": {"distributed_config": DistributedConfig(tp_plan="auto")},
+    "synced": {},
+}
+
+
+def run_case(model, assistant, prompts: list[list[int]], batch=False, draft=False, **options) -> list[list[int]]:
+    """What `generate`, or with `batch` `generate_batch`, writes behind `prompts`; with `draft` the assistant drafts."""
+    if draft:
+        options["assistant_model"] = assistant
+    if batch:
+        return [output.generated_tokens for output in model.generate_batch(prompts, **options).values()]
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    return model.generate(ids, attention_mask=(ids > 0).long(), **options)[:, width:].tolist()
+
+
+@contextmanager
+def planted_divergence(rank: int):
+    """Other seeds, clocks and calibration on every rank."""
+    torch.manual_seed(rank)
+    call, estimate = MaxTimeCriteria.__call__, AcceptanceCalibration.estimate
+    MaxTimeCriteria.__call__ = lambda self, *args, **kwargs: call(self, *args, **kwargs) | (rank > 0)
+    AcceptanceCalibration.estimate = lambda self, *args: estimate(self, *args) ** (1 + 3 * rank)
+    yield
+    MaxTimeCriteria.__call__, AcceptanceCalibration.estimate = call, estimate
+
+
+@contextmanager
+def sharded_weights(*modules):
+    """Every forward of these modules waits for the same one on all ranks, as it does where they share weights."""
+
+    def wait(number: int):
+        def hook(module, args):
+            numbers = [torch.zeros(1) for _ in range(dist.get_world_size())]
+            dist.all_gather(numbers, torch.tensor([float(number)]))
+            assert len({float(number) for number in numbers}) == 1, "ranks run different forwards"
+
+        return hook
+
+    with ExitStack() as hooks:
+        for number, module in enumerate(modules):
+            hooks.callback(module.register_forward_pre_hook(wait(number)).remove)
+        yield
+
+
+def run_together(model, assistant, rank: int, cases: list[dict]) -> list:
+    """Cases on ranks that hold `model` together; all must write the same."""
+    assert any(isinstance(parameter, DTensor) for parameter in model.parameters()), "nothing is sharded"
+    with planted_divergence(rank):
+        written = [run_case(model, assistant, **case) for case in cases]
+    texts = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, written)
+    assert all(text == written for text in texts), f"rank {rank} wrote another text"
+    return written
+
+
+def run_synced(model, assistant, rank: int, cases: list[list[dict]]) -> list:
+    """Each case has an entry per rank; the texts of all ranks."""
+    written = []
+    for case in cases:
+        with sharded_weights(model, assistant, model.get_input_embeddings(), model.lm_head):
+            written.append(run_case(model, assistant, **case[rank], synced_gpus=True))
+    texts = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, written)
+    return [list(case) for case in zip(*texts)]
+
+
+def main(folder: str, cases: str, output: str) -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    assistant = AutoModelForCausalLM.from_pretrained(folder).eval()
+    written = {}
+    for part, listed in json.loads(Path(cases).read_text(encoding="utf-8")).items():
+        model = hf_treespec.enable(AutoModelForCausalLM.from_pretrained(folder, **PLANS[part]).eval())
+        Path(f"{output}.started").touch()
+        run = run_synced if part == "synced" else run_together
+        written[part] = run(model, assistant, rank, listed)
+    if rank == 0:
+        Path(output).write_text(json.dumps(written), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(*sys.argv[1:])
