@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from . import ops
+from . import ops, snapshots
 from .tree import TokenTree
 
 
@@ -238,6 +238,8 @@ class ForkableCache(Cache):
         written (`torch.LongTensor` of shape `[rows]`): highest position a row's rings may ever have held, plus 1.
         token_ids (`torch.LongTensor` of shape `[rows, capacity]`): the committed tokens.
         backend (`str`): what runs the operations, of `TreeConfig`; may change between rounds.
+        snapshots (`list[Snapshot]`): what rewinding can fall back on, oldest first.
+        snapshot_interval (`int`, *optional*): tokens after which a round begins with a snapshot; `None` takes none.
     """
 
     # Whether shapes, and with them bits, must depend on nothing that drafting changes.
@@ -260,6 +262,8 @@ class ForkableCache(Cache):
         self.token_ids = torch.zeros(rows, self.capacity, dtype=torch.long, device=device)
         self.length_bound = 0
         self.usable = True
+        self.snapshots: list[snapshots.Snapshot] = []
+        self.snapshot_interval: int | None = None
         self.backend = "torch"
         self._fork: Fork | None = None
         self._claim: object | None = None
@@ -318,6 +322,9 @@ class ForkableCache(Cache):
             raise RuntimeError("This cache has an open fork. One cache serves one `generate` call at a time.")
         if self.lengths.device.type == "cpu":
             self.length_bound = int(self.lengths.max())
+        newest = self.snapshots[-1].bound if self.snapshots else 0
+        if self.snapshot_interval is not None and self.length_bound - newest >= self.snapshot_interval:
+            self.snapshot()
         # Room is made first: that may lower the bound, which the fork takes over.
         self.reserve(self.length_bound + tree.max_depth + 1)
         lengths = self.lengths if rows is None else self.lengths.index_select(0, rows)
@@ -380,26 +387,71 @@ class ForkableCache(Cache):
     # Rewinding
 
     def rewind(self, lengths: Tensor) -> None:
-        """Shortens rows to `lengths` `[rows]`; exact down to `written - spare`, or to 0.
+        """Shortens rows to `lengths` `[rows]`; exact where [`~ForkableCache.reachable`] returns them.
+
+        Interrupted while it restores a snapshot, the cache is marked unusable.
 
         Raises:
-            ValueError: if a row would go below that, or grow.
+            ValueError: if a row cannot go there, or would grow.
         """
         self._check_usable()
         if (lengths > self.lengths).any() or (lengths < 0).any():
             raise ValueError(f"`lengths` {lengths.tolist()} must lie between 0 and {self.lengths.tolist()}.")
-        if (~self.can_rewind(lengths)).any():
+        held, sources = self._in_rings(lengths), []
+        for snapshot in reversed(self.snapshots):
+            rows = snapshot.holds(lengths) & ~held
+            if rows.any():
+                sources.append((snapshot, rows))
+                held = held | rows
+        if not held.all():
             lowest = (self.written - self.spare).clamp(min=0).tolist()
             raise ValueError(
-                f"Cannot rewind to {lengths.tolist()}: rows are exact down to {lowest} (`spare`={self.spare}). "
-                "Prefill again, or create the cache with a larger `spare`."
+                f"Cannot rewind to {lengths.tolist()}: rows are exact down to {lowest} (`spare`={self.spare}), and no "
+                f"snapshot is near; they can go to {self.reachable(lengths).tolist()}. Prefill again, or create the cache "
+                "with a larger `spare`."
             )
-        self.written = torch.where(lengths == 0, 0, self.written)
+        # First of all: from here on a row may go on with another text.
+        self.snapshots = snapshots.limited(self.snapshots, lengths)
+        self.usable = not sources
+        written = torch.where(lengths == 0, 0, self.written)
+        for snapshot, rows in sources:
+            snapshot.restore(rows.nonzero()[:, 0])
+            written = torch.where(rows, snapshot.written, written)
         self.lengths = lengths.clone()
+        self.written = written
+        self.usable = True
 
-    def can_rewind(self, lengths: Tensor) -> Tensor:
-        """Whether each row can go to `lengths` `[rows]` exactly."""
+    def _in_rings(self, lengths: Tensor) -> Tensor:
+        """Whether each row can go to `lengths` `[rows]` as it is: down to `written - spare`, or to 0."""
         return (lengths >= self.written - self.spare) | (lengths == 0) | (lengths == self.lengths)
+
+    def reachable(self, lengths: Tensor) -> Tensor:
+        """The largest length up to `lengths` `[rows]` that each row can be rewound to: from its rings, from a snapshot,
+        else 0."""
+        best = torch.where(self._in_rings(lengths), lengths, 0)
+        for snapshot in self.snapshots:
+            nearest = torch.minimum(lengths, snapshot.lengths)
+            best = torch.maximum(best, torch.where(snapshot.holds(nearest), nearest, 0))
+        return best
+
+    def rings(self) -> Iterator[tuple[object, str, Tensor]]:
+        """State that is overwritten as texts grow, as `(owner, attribute, tensor)`."""
+        for layer in self.layers:
+            yield from (item for item in layer.tensors() if item[1] != "entries")
+
+    def snapshot(self, prompt_end: bool = False) -> None:
+        """Copies rings and lengths of all rows, so that `rewind` can come back. Between rounds only.
+
+        Args:
+            prompt_end: where a next turn may well part from this text: the last such one is kept longest.
+        """
+        self._check_usable()
+        if self._fork is not None:
+            raise RuntimeError("This cache has an open fork. Snapshots are taken between rounds.")
+        if not self.snapshots or not torch.equal(self.snapshots[-1].lengths, self.lengths):
+            self.snapshots = snapshots.added(self.snapshots, snapshots.Snapshot(self))
+        if prompt_end and self.snapshots:
+            self.snapshots[-1].prompt_end = True
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last `tokens_to_remove` tokens of every row (transformers' meaning; see [`~TreeCache.rewind`])."""
@@ -428,6 +480,7 @@ class ForkableCache(Cache):
         self.lengths = torch.zeros_like(self.lengths)
         self.written = torch.zeros_like(self.written)
         self.length_bound = 0
+        self.snapshots = []
         if spare is not None and spare != self.spare:
             for layer in self.layers:
                 for owner, name, _ in list(layer.tensors()):
@@ -445,6 +498,7 @@ class ForkableCache(Cache):
             for owner, name, tensor in layer.tensors()
         ]
         selected += [(self, name, getattr(self, name)[indices]) for name in ("lengths", "written", "token_ids")]
+        selected.append((self, "snapshots", [snapshot.select(indices) for snapshot in self.snapshots]))
         # Half of the rows old and half new would be wrong text: an interruption here makes the cache unusable.
         self.usable = False
         for owner, name, tensor in selected:
@@ -457,11 +511,14 @@ class ForkableCache(Cache):
         self._check_usable()
         lengths, written = self.lengths[sources], self.written[sources]
         self.lengths = self.lengths.index_fill(0, targets, 0)
+        self.snapshots = snapshots.limited(self.snapshots, self.lengths)
         for layer in self.layers:
             for _, _, tensor in layer.tensors():
                 tensor[targets.to(tensor.device)] = tensor[sources.to(tensor.device)]
         self.token_ids[targets] = self.token_ids[sources]
         self.written = self.written.index_copy(0, targets, written)
+        rows = torch.arange(self.rows, device=targets.device).index_copy(0, targets, sources)
+        self.snapshots = [snapshot.select(rows) for snapshot in self.snapshots]
         self.lengths = self.lengths.index_copy(0, targets, lengths)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

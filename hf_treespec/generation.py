@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import GenerationMixin
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from . import snapshots
 from .cache import TreeCache
 from .config import HEADS, TreeConfig
 from .defaults import default_of
@@ -135,6 +136,9 @@ def generate(model, *args, **kwargs):
     Raises:
         ValueError: for whatever tree decoding cannot honour, before any compute.
     """
+    if isinstance(kwargs.get("custom_generate"), str):
+        # A recipe from the Hub decodes; ours comes back here without its name.
+        return type(model).generate(model, *args, **kwargs)
     own = {name: kwargs.pop(name, None) for name in ("seeds", "return_logprobs")}
     tree_config = kwargs.pop("tree_config", None)
     if tree_config is None:
@@ -331,9 +335,13 @@ def decode(
     depth = draft_depth(drafting.tree_config, drafting.head)
     tokens, lengths = (x.to(device_of(model)) for x in left_align(input_ids, model_kwargs.get("attention_mask")))
     cache = model_kwargs.get("cache")
-    if not isinstance(cache, TreeCache):
+    brought = isinstance(cache, TreeCache)
+    if not brought:
         spare = max(DEFAULT_SPARE, depth + 1, drafting.tree_config.fixed_nodes or 0)
         cache = TreeCache(model.config, batch, spare, tokens.device, drafting.head_layers)
+    if brought or generation_config.return_dict_in_generate:
+        # The cache outlives the call.
+        cache.snapshot_interval = snapshots.INTERVAL
     pad = generation_config._pad_token_tensor
     texts = Texts(input_ids.to(tokens.device), width - lengths, limit, pad=0 if pad is None else int(pad))
     ranks = ranks_of(model)

@@ -95,3 +95,5 @@ def prefill_once(
         others = (rows != first).nonzero()[:, 0]
         cache.copy_rows(first[others], others)
         generator.copy_rows(first[others], others)
+    if cache.snapshot_interval is not None:
+        cache.snapshot(prompt_end=True)

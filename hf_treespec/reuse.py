@@ -9,8 +9,9 @@ from .cache import TreeCache
 def reuse_prefix(cache: TreeCache, config, tokens: Tensor, lengths: Tensor, depth: int, head=None) -> None:
     """Shortens every row of `cache` to what it shares with the new prompt, so that prefill continues there.
 
-    A row that continues keeps everything, one that diverges within `spare` tokens of its end is rewound, any other
-    starts afresh. The last prompt token is never kept: it is the next root.
+    A row that continues keeps everything, one that diverges within `spare` tokens of its end is rewound, one that does
+    so earlier goes back to the last snapshot that it still agrees with, and starts afresh where there is none. The last
+    prompt token is never kept: it is the next root.
 
     Args:
         config: of the model that is to use the cache.
@@ -43,4 +44,4 @@ def reuse_prefix(cache: TreeCache, config, tokens: Tensor, lengths: Tensor, dept
     kept = same.long().cumprod(1).sum(1)
     if head is not None:
         kept = (kept - 1).clamp(min=0)
-    cache.rewind(torch.where(cache.can_rewind(kept), kept, 0))
+    cache.rewind(cache.reachable(kept))

@@ -348,4 +348,4 @@ def test_three_hundred_prompts(model, drafter, cap):
 
 def test_deterministic_is_refused(model):
     with pytest.raises(ValueError, match="`deterministic` is set"):
-        model.generate_batch([[5, 6, 7]], tree_config=TreeConfig(budget=1, deterministic=True), max_new_tokens=2)
+        model.generate_batch([[5, 6, 7]], tree_config={"budget": 1, "deterministic": True}, max_new_tokens=2)

@@ -51,8 +51,8 @@ def test_rewinding_counts_from_what_was_ever_written(model):
     texts = [torch.cat([texts[0][:64], more[0]]), torch.cat([texts[1], more[1]])]
     # Row 0 once held 70 tokens and row 1 holds 53, so they may go to 58 and 41.
     assert cache.written.tolist() == [70, 53]
-    assert cache.can_rewind(torch.tensor([58, 41])).tolist() == [True, True]
-    assert cache.can_rewind(torch.tensor([57, 40])).tolist() == [False, False]
+    assert cache.reachable(torch.tensor([58, 41])).tolist() == [58, 41]
+    assert cache.reachable(torch.tensor([57, 40])).tolist() == [0, 0]
     for refused in ([57, 41], [58, 40]):
         with pytest.raises(ValueError, match=r"\[58, 41\]"):
             cache.rewind(torch.tensor(refused))

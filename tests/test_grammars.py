@@ -82,6 +82,32 @@ def test_json(shipped, grammar, options):
     assert ended >= 6
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_two_hundred_texts_are_valid(shipped, grammar, temperature):
+    """Batches of 8 whose rows leave: every text ends, fits the schema and is that of plain decoding."""
+    model, draft, tokenizer = shipped
+    options = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0, "top_k": 0}
+    valid = 0
+    for batch in range(25):
+        numbers = range(8 * batch, 8 * batch + 8)
+        ids = [tokenizer(f"Write item {n} as JSON:", return_tensors="pt")["input_ids"][0] for n in numbers]
+        if temperature:
+            options |= {"do_sample": True, "temperature": float(temperature), "seeds": list(numbers)}
+        processor = {"logits_processor": LogitsProcessorList([hf.LogitsProcessor(grammar)])}
+        output, texts = run(model, ids, 128, tree_config={"budget": 8}, assistant_model=draft, **processor, **options)
+        processor = {"logits_processor": LogitsProcessorList([hf.LogitsProcessor(grammar)])}
+        plain = run(model, ids, 128, tree_config={"budget": 1}, **processor, **options)[0]
+        assert torch.equal(output.sequences, plain.sequences)
+        for prompt, text in zip(ids, texts):
+            new = text[len(prompt) :].tolist()
+            value = json.loads(tokenizer.decode(new[: new.index(tokenizer.eos_token_id)]))
+            assert set(value) >= {"name", "sizes"} and isinstance(value["name"], str) and len(value["name"]) <= 6
+            assert len(value["sizes"]) <= 2 and all(type(n) is int and 0 <= n <= 99 for n in value["sizes"])
+            valid += 1
+    assert valid == 200
+
+
 def test_the_number_of_grammars(shipped, grammar):
     model, _, tokenizer = shipped
     processor = LogitsProcessorList([hf.LogitsProcessor([grammar] * 2)])

@@ -72,9 +72,12 @@ def test_a_divergence_within_spare_rewinds(model, first, removed):
 def test_an_earlier_divergence_prefills_afresh(model, first):
     cache, _, written = first
     changed = [text.clone() for text in written]
-    for text in changed[:3]:  # the last row is so short that it could be rewound
+    for text in changed[:3]:
         text[3] = text[3] % 96 + 1
-    assert second_turn(model, cache, extend(changed, 5)) == sum(len(text) + 4 for text in changed[:3]) + 5
+    # Two rows are afresh. The second one's prompt is shorter than `spare`: its end's snapshot reaches back to 3. The last
+    # one continues.
+    expected = sum(len(changed[row]) + 4 for row in (0, 2)) + (len(changed[1]) + 4 - 3) + 5
+    assert second_turn(model, cache, extend(changed, 5)) == expected
 
 
 def test_the_same_prompts_again(model, first):
@@ -88,7 +91,8 @@ def test_the_same_prompts_again(model, first):
 def test_the_same_prompts_after_a_long_answer(model, drafter):
     texts = random_texts(generator(0), (44, 31))
     cache = run(model, texts, 50, tree_config=TREE, assistant_model=drafter)[0].cache
-    assert second_turn(model, cache, texts) == 44 + 31 - 2
+    # Further back than `spare`: by the snapshot of the prompts' end.
+    assert second_turn(model, cache, texts) == 0
 
 
 def test_every_row_has_its_own_fate(model, first):
@@ -96,8 +100,8 @@ def test_every_row_has_its_own_fate(model, first):
     earlier = written[1].clone()
     earlier[2] = earlier[2] % 96 + 1
     new = [extend(written[:1], 6)[0], earlier, written[2][:-10], random_texts(generator(9), (5,))[0]]
-    # One continues, two start afresh, one is rewound; the last token of each is the root.
-    assert second_turn(model, cache, new) == 6 + (len(earlier) - 1) + 0 + 4
+    # One continues, one goes back to a snapshot, one is rewound, one starts afresh; the last token of each is the root.
+    assert second_turn(model, cache, new) == 6 + (len(earlier) - 1 - 2) + 0 + 4
 
 
 def test_an_unrelated_prompt_and_a_shorter_one(model, first):

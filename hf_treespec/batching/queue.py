@@ -13,8 +13,8 @@ from ..generation import Drafting, TreeStats, decode_rows, draft_depth
 from ..modeling import device_of
 from ..outputs import Recorder
 from ..prefill import DEFAULT_CHUNK_SIZE, prefill
-from ..rounds import Rounds
 from ..ranks import ranks_of
+from ..rounds import Rounds
 from ..stopping import end_tokens
 from .requests import Request
 from .rows import Judgement, RowSelector, RowTexts, row_verifier

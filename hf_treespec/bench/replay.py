@@ -4,6 +4,7 @@ The decoding loop, the drafter and the acceptance are the real ones; only the ta
 in its recorded text.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ from ..generation import TreeStats, decode_rows, draft_depth
 from ..heads import DraftHead, StreamTaps
 from ..prefill import prefill
 from ..prompts import continue_greedily
-from ..selection import TokenSelector
+from ..selection import DraftNoise, TokenSelector
 from ..texts import Texts
 from ..tree import TokenTree
 from ..verifying import Verifier
@@ -68,11 +69,17 @@ class RowStats(TreeStats):
             self.row_tokens[row] = self.row_tokens.get(row, 0) + length
 
 
-class _RecordedTarget:
+class RecordedTarget:
     """Stands in for the target: its logits are one-hot at the recorded next token, its streams the recorded ones."""
 
-    def __init__(self, recording: Recording, vocab_size: int, streams: list[Tensor], taps: StreamTaps | None) -> None:
-        self.tokens, self.vocab_size, self.streams, self.taps = recording.tokens, vocab_size, streams, taps
+    def __init__(
+        self,
+        recording: Recording,
+        vocab_size: int,
+        streams: list[Tensor] | None = None,
+        taps: StreamTaps | None = None,
+    ) -> None:
+        self.tokens, self.vocab_size, self.streams, self.taps = recording.tokens, vocab_size, streams or [], taps
 
     def __call__(
         self, position_ids: Tensor, cache: TreeCache, logits_to_keep: Tensor | None = None, **kwargs
@@ -123,6 +130,7 @@ def replay(
     tree_config: TreeConfig,
     streams: list[Tensor] | None = None,
     generator_class: type[HeadTreeGenerator] | None = None,
+    noise: Callable[[TreeCache], DraftNoise] | None = None,
 ) -> RowStats:
     """Drafts along the recorded texts and counts what the target accepts.
 
@@ -132,6 +140,7 @@ def replay(
         drafter: an assistant model (enabled), or a head of the target.
         streams: for a head, what `observe` saw of its taps.
         generator_class: for a head, another way to draft with it than the usual one.
+        noise: the target's, that drew a sampled text, given the cache of the replay.
     """
     head = drafter if isinstance(drafter, DraftHead) else None
     depth, stats, rows = draft_depth(tree_config, head), RowStats(), len(recording.tokens)
@@ -140,8 +149,9 @@ def replay(
         generator = AssistantTreeGenerator(drafter, tree_config, rows)
     else:
         generator = (generator_class or HeadTreeGenerator.of(head))(model, head, cache, tree_config)
+    generator.noise = None if noise is None else noise(cache)
     taps = None if head is None else generator.taps
-    target = _RecordedTarget(recording, model.config.vocab_size, streams or [], taps)
+    target = RecordedTarget(recording, model.config.vocab_size, streams, taps)
     end = model.generation_config.eos_token_id
     end = None if end is None else torch.tensor([end] if isinstance(end, int) else end)
     tokens, lengths = recording.tokens, recording.prompt_lengths
