@@ -165,7 +165,7 @@ def check_decoding(
     head = None
     if assistant_model is None and tree_config.drafter != "ngram":
         head = head_of(target, tree_config.drafter if tree_config.drafter in HEADS else None)
-    trees = {"tree_config": tree_config, "assistant_model": assistant_model}
+    trees = {"tree_config": tree_config.as_fixed(), "assistant_model": assistant_model}
     inputs = [encode_prompts(tokenizer, [prompt], chat)["input_ids"] for prompt in prompts]
     options = {"do_sample": False, "max_new_tokens": max_new_tokens, "return_dict_in_generate": True}
     options["pad_token_id"] = tokenizer.pad_token_id

@@ -1,11 +1,8 @@
 """The `hf-treespec` command."""
 
 import json
-import os
-import platform
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +10,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+
+from .budgeting.commands import profile, train_controller
+from .command_line import check_dtype, load, load_target, readable_errors, ships_head
 
 
 # Imports of torch, transformers and our modules that need them stand inside the commands: `--help` is instant.
@@ -41,6 +41,10 @@ Drafter = Annotated[str, typer.Option(help="As in `TreeConfig`; 'ngram' needs ne
 TopK = Annotated[int | None, typer.Option(help="Children per expanded node; 1 drafts a chain.")]
 
 
+app.command()(profile)
+app.command()(train_controller)
+
+
 @app.command()
 def demo(
     model: Annotated[str | None, typer.Option(help="Target; by default the tiny one in the package.")] = None,
@@ -52,7 +56,7 @@ def demo(
     top_k: TopK = None,
 ) -> None:
     """Decode prompts in four ways, compare text and speed, and draw a draft tree. Works offline."""
-    with _readable_errors():
+    with readable_errors():
         from .config import TreeConfig
         from .demo import run
 
@@ -91,14 +95,14 @@ def generate(
     output: Annotated[Path | None, typer.Option(help="Write JSON lines here instead of printing the texts.")] = None,
 ) -> None:
     """Generate greedily with draft trees. Of a prompt with several turns the first is asked."""
-    with _readable_errors():
+    with readable_errors():
         from .config import TreeConfig
         from .prompts import read_prompts
 
         rows = [{"prompt": text} for text in prompt or []] + (read_prompts(prompts) if prompts else [])
         if not rows:
             raise ValueError("There is nothing to do: pass `--prompt TEXT` or `--prompts FILE`.")
-        drafts = bool(assistant) or drafter == "ngram" or budget != 1 and _ships_head(model)
+        drafts = bool(assistant) or drafter == "ngram" or budget != 1 and ships_head(model)
         if budget is None:
             budget = 8 if drafts else 1
         if budget > 1 and not drafts:
@@ -108,8 +112,8 @@ def generate(
             )
         options = {"tree_config": TreeConfig(budget, depth, top_k, drafter), "max_new_tokens": max_new_tokens}
         if assistant:
-            options["assistant_model"] = _load(assistant, dtype, device_map)
-        target, tokenizer = _load_target(model, dtype, device_map)
+            options["assistant_model"] = load(assistant, dtype, device_map)
+        target, tokenizer = load_target(model, dtype, device_map)
         batches = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
         _generate(target, tokenizer, batches, chat, options, output)
 
@@ -149,7 +153,7 @@ def train_head(
     ] = None,
 ) -> None:
     """Train a draft head for a model on what the model itself writes behind your prompts. Resumes when run again."""
-    with _readable_errors():
+    with readable_errors():
         from .config import HEADS
         from .training.run import run
 
@@ -169,9 +173,7 @@ def train_head(
             )
         work_dir = output / "training" if work_dir is None else work_dir
         sizes = (max_new_tokens, max_length, steps, batch_size, learning_rate, seed, bf16)
-        run(
-            Console(), *_load_target(model, dtype, device_map), kind, data, output, work_dir, initial, settings, *sizes
-        )
+        run(Console(), *load_target(model, dtype, device_map), kind, data, output, work_dir, initial, settings, *sizes)
 
 
 @app.command()
@@ -180,7 +182,7 @@ def inspect(
     format: Annotated[Format, typer.Option(help="Tables for reading, or JSON.")] = Format.TABLE,
 ) -> None:
     """Show what a checkpoint holds, and what it needs. Reads config and index alone; downloads no weights."""
-    with _readable_errors():
+    with readable_errors():
         from .inspection import inspect_checkpoint
         from .inspection_tables import report_tables
 
@@ -228,7 +230,7 @@ def check(
     output: Annotated[Path | None, typer.Option(help="Folder for `check.md` and `check.json`.")] = None,
 ) -> None:
     """Check that a model with its drafter writes what plain decoding writes. Exit code 1 if it does not."""
-    with _readable_errors():
+    with readable_errors():
         from transformers import AutoConfig
 
         from . import __version__
@@ -238,8 +240,8 @@ def check(
         from .prompts import read_prompts
 
         tree_config = TreeConfig(8 if budget is None else budget, depth, top_k, drafter)
-        _check_dtype(dtype)
-        if drafter != "ngram" and not assistant and not _ships_head(model):
+        check_dtype(dtype)
+        if drafter != "ngram" and not assistant and not ships_head(model):
             raise ValueError(f"{model!r} ships no draft head: pass `--assistant`, or `--drafter ngram`.")
         rows = read_prompts(prompts)[:limit]
         sizes = (max_new_tokens, batch_size, minimum_length)
@@ -268,24 +270,11 @@ def check(
 @app.command()
 def env() -> None:
     """Show versions and hardware, for bug reports."""
-    import torch
-
-    from . import __version__
-    from .inspection import version_of
+    from .environment import environment
 
     table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_row("hf-treespec", __version__)
-    for name in ("torch", "transformers", "accelerate", "safetensors", "tokenizers"):
-        table.add_row(name, version_of(name) or "not installed")
-    table.add_row("python", platform.python_version())
-    table.add_row("platform", platform.platform())
-    capability = torch.backends.cpu.get_cpu_capability()
-    table.add_row("CPU", f"{os.cpu_count()} cores, {torch.get_num_threads()} torch threads, {capability}")
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    table.add_row("GPU", ", ".join(gpus) or "none that torch can use")
-    # Without `kernels` transformers cannot run FP8 and FP4 weights as they are stored.
-    for name in ("evaluate", "kernels", "matplotlib", "datasets", "peft"):
-        table.add_row(f"{name} (optional)", version_of(name) or "not installed")
+    for name, value in environment().items():
+        table.add_row(name, value)
     Console().print(table)
 
 
@@ -301,8 +290,8 @@ def _check(
     def progress(items, name: str):
         return tqdm(items, desc=f"{dtype}, {name}", leave=False, disable=not is_progress_bar_enabled())
 
-    target, tokenizer = _load_target(model, dtype, device_map)
-    draft = _load(assistant, dtype, device_map) if assistant else None
+    target, tokenizer = load_target(model, dtype, device_map)
+    draft = load(assistant, dtype, device_map) if assistant else None
     prompts = [row["prompt"] for row in rows]
     answers = [None if row.get("answer") is None else str(row["answer"]) for row in rows]
     max_new_tokens, batch_size, minimum_length = sizes
@@ -328,50 +317,6 @@ def _layer_ids(text: str | None) -> list[int] | None:
     if not all(part.isdecimal() for part in parts):
         raise ValueError(f"`--target-layer-ids` is {text!r}; it must be layer numbers from 0, comma-separated.")
     return [int(part) for part in parts]
-
-
-def _ships_head(model: str) -> bool:
-    from .heads import detect_head
-
-    try:
-        return detect_head(model) is not None
-    except ValueError:
-        return False
-
-
-@contextmanager
-def _readable_errors() -> Iterator[None]:
-    """Shows what a user can mend as one message, without a traceback."""
-    try:
-        yield
-    except (ValueError, OSError, ImportError) as error:
-        Console(stderr=True).print(f"Error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from error
-
-
-def _check_dtype(dtype: str) -> None:
-    import torch
-
-    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ValueError(f"`--dtype` is {dtype!r}; it must be 'auto' or a torch dtype, 'bfloat16' or 'float32' say.")
-
-
-def _load(name: str, dtype: str, device_map: str | None):
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    _check_dtype(dtype)
-    if device_map is None and torch.cuda.is_available():
-        device_map = "auto"
-    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device_map).eval()
-
-
-def _load_target(name: str, dtype: str, device_map: str | None):
-    from transformers import AutoTokenizer
-
-    from .modeling import enable
-
-    return enable(_load(name, dtype, device_map)), AutoTokenizer.from_pretrained(name)
 
 
 def _generate(target, tokenizer, batches: list[list[dict]], chat: bool | None, options: dict, output: Path | None):

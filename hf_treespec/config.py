@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ CONFIG_NAME = "tree_config.json"
 BACKENDS = ("auto", "torch", "triton")
 HEADS = ("mtp", "dspark")
 DRAFTERS = ("auto", "assistant", *HEADS, "ngram")
+CONTROLLERS = ("auto", "fixed", "cost", "libra", "speckv")
 MAX_BUDGET = 256
 # Nodes of every forward with `deterministic=True`.
 DETERMINISTIC_NODES = 8
@@ -38,6 +39,16 @@ class TreeConfig:
         backend (`str`, defaults to `"auto"`):
             Implementation of the operations: `"torch"`, or `"triton"`, kernels that need a CUDA device. `"auto"` takes
             the kernels on CUDA devices where Triton is installed, else torch.
+        controller (`str`, defaults to `"auto"`):
+            What chooses depth and nodes of every round, `depth` and `budget` being the caps: `"fixed"` always takes
+            them; `"cost"` takes what a cost table of this model, drafter and machine says pays most, and measures one
+            in the first rounds where `hf-treespec profile` has not written one; `"libra"` and `"speckv"` are published
+            rules to compare with, the latter needs `hf-treespec train-controller`. `"auto"` is `"cost"` where a
+            cost table exists, else `"fixed"`.
+        fallback (`bool`, defaults to `True`):
+            Decode plainly for a while where speculation is seen to emit fewer tokens per second than plain decoding.
+        record_rounds (`bool`, defaults to `False`):
+            Keep what was drafted in every round, `tree_stats["round_records"]`.
         expert_workspace (`int`, defaults to 2**30):
             Bytes that the temporaries of a layer's routed experts may take: which of transformers' implementations runs
             depends on it, and forwards of more tokens run in slices. At least one token is run at a time.
@@ -58,6 +69,9 @@ class TreeConfig:
     top_k: int | None = None
     drafter: str = "auto"
     backend: str = "auto"
+    controller: str = "auto"
+    fallback: bool = True
+    record_rounds: bool = False
     expert_workspace: int = DEFAULT_EXPERT_WORKSPACE
     deterministic: bool | int = False
     cuda_graphs: bool | str = "auto"
@@ -69,9 +83,13 @@ class TreeConfig:
         if self.top_k is not None:
             _check_integer("top_k", self.top_k, 1, MAX_BUDGET)
         _check_integer("expert_workspace", self.expert_workspace, 1 << 20, 1 << 50)
-        for name, value, allowed in (("drafter", self.drafter, DRAFTERS), ("backend", self.backend, BACKENDS)):
-            if value not in allowed:
-                raise ValueError(f"`{name}` is {value!r}; allowed values are {allowed}.")
+        choices = {"drafter": DRAFTERS, "backend": BACKENDS, "controller": CONTROLLERS}
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"`{name}` is {getattr(self, name)!r}; allowed values are {allowed}.")
+        for name in ("fallback", "record_rounds"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"`{name}` is {getattr(self, name)!r}; allowed values are `True` and `False`.")
         if self.cuda_graphs != "auto" and not isinstance(self.cuda_graphs, bool):
             raise ValueError(f"`cuda_graphs` is {self.cuda_graphs!r}; allowed values are ('auto', True, False).")
         if not isinstance(self.deterministic, bool):
@@ -109,6 +127,10 @@ class TreeConfig:
         if self.top_k == 1:
             return min(deepest, MAX_DEPTH)
         return min(deepest, 7 + max(0, (self.budget - 1).bit_length() - 3))
+
+    def as_fixed(self) -> "TreeConfig":
+        """The same trees in every round, without a fallback: for comparing and measuring."""
+        return replace(self, controller="fixed", fallback=False)
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "TreeConfig":

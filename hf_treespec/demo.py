@@ -123,13 +123,13 @@ def load_draft(name: str | Path | None = None):
 def ways_to_decode(tree_config: TreeConfig) -> list[Decoding]:
     """Stock, plain, the matched chain (as many nodes per round as the tree, one below the other), and the tree."""
     budget = tree_config.budget
-    chain = TreeConfig(budget=budget, depth=budget - 1, top_k=1)
+    chain = TreeConfig(budget=budget, depth=budget - 1, top_k=1).as_fixed()
     depth, top_k = tree_config.resolved_depth, tree_config.resolved_top_k
     return [
         Decoding("stock generate", None),
         Decoding("budget=1", TreeConfig(budget=1)),
         Decoding(f"chain, depth {budget - 1}", chain),
-        Decoding(f"tree, depth {depth}, top_k {top_k}", tree_config),
+        Decoding(f"tree, depth {depth}, top_k {top_k}", tree_config.as_fixed()),
     ]
 
 

@@ -19,6 +19,7 @@ from transformers import GenerationMixin
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from . import snapshots
+from .budgeting.live import RoundBudget, make_budget
 from .cache import TreeCache
 from .config import HEADS, TreeConfig
 from .defaults import default_of
@@ -358,6 +359,7 @@ def decode(
         if seeds is not None:
             generator.noise = DraftNoise(warpers(logits_processor), seeds, cache)
         generator.synced = drafting.synced
+        budget = make_budget(model, drafting.tree_config, generator, drafting.assistant_model, drafting.head)
         reuse_prefix(cache, model.config, tokens, lengths, depth + 1, drafting.head)
         stats = TreeStats(seeds=None if seeds is None else seeds.tolist())
         with generator.attached():
@@ -366,7 +368,8 @@ def decode(
                 prefill_once(model, cache, tokens, lengths - 1, drafting.chunk_size, generator, copies)
             roots = tokens.gather(1, lengths[:, None] - 1)[:, 0]
             rounds = Rounds(model, cache, drafting.tree_config, depth, texts, generator.taps)
-            decode_rows(model, cache, texts, roots, generator, depth, verifier, stats, recorder, stream, rounds)
+            engines = {"rounds": rounds, "budget": budget}
+            decode_rows(model, cache, texts, roots, generator, depth, verifier, stats, recorder, stream, **engines)
     # Where processors or samples decide, rows wait for one another, or texts end before a path can, drafts are rightly
     # rejected: that says nothing about the head.
     telling = type(verifier) is Verifier and verifier.selector.is_plain and limit >= 4 * depth
@@ -376,7 +379,8 @@ def decode(
         count_acceptance(model, stats.rounds, stats.emitted_tokens - stats.rounds, depth)
     sequences = texts.sequences(texts.complete).to(input_ids.device)
     if generation_config.return_dict_in_generate:
-        return TreeGenerateOutput(sequences=sequences, cache=cache, tree_stats=stats.to_dict(), **recorder.fields())
+        tree_stats = stats.to_dict() | budget.stats(texts)
+        return TreeGenerateOutput(sequences=sequences, cache=cache, tree_stats=tree_stats, **recorder.fields())
     return sequences
 
 
@@ -392,22 +396,26 @@ def decode_rows(
     recorder: Recorder | None = None,
     stream: Stream | None = None,
     rounds: Rounds | None = None,
+    budget: RoundBudget | None = None,
     refill: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
     """The rounds, until every row of `texts` has stopped; `roots` `[B]` are the last prompt tokens of the live rows, the
     first not in the cache. After every round `refill` may let rows leave and enter: it takes the roots, gives theirs."""
     rounds = rounds or Rounds(model, cache, TreeConfig(cuda_graphs=False), depth, texts)
+    budget = budget or RoundBudget()
     ranks = generator.ranks = ranks_of(model)
     while True:
         rows = texts.rows
         with stats.timed("draft"):
             remaining = texts.remaining
             levels = min(depth, texts.most_remaining - 1)
+            levels = budget.begin(len(texts.live_rows), cache.length_bound, levels)
             if generator.synced is not None:
                 levels = generator.synced.levels(levels)
             tree = generator.propose(rows, roots, levels, remaining - 1)
             if ranks is not None:
                 tree = ranks.agree_on_tree(tree, generator.budget)
+            budget.drafted(texts, tree, cache.lengths)
         with rounds.fork(tree, rows) as fork:
             with stats.timed("verify"):
                 logits = rounds.forward(fork)
@@ -427,7 +435,8 @@ def decode_rows(
             texts.append(emitted, accepted)
             roots = emitted.gather(1, accepted[:, None] - 1)[:, 0]
             on_host, finished, nodes = torch.stack([accepted, verdict.finished.long(), tree.valid.sum(1)]).tolist()
-        stats.count(texts.live_rows, on_host, nodes)
+        live_rows = texts.live_rows
+        stats.count(live_rows, on_host, nodes)
         kept = texts.leave(on_host, finished)
         if stream is not None:
             stream.send()
@@ -435,6 +444,7 @@ def decode_rows(
             return
         with stats.timed("draft"):
             generator.update(verdict.path, accepted, verdict.selection.tokens)
+            budget.end(live_rows, on_host)
         if kept is not None:
             roots = roots[kept]
         if refill is not None:

@@ -5,6 +5,8 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
+# No cost table of this machine decides what trees a test sees.
+os.environ["HF_TREESPEC_CACHE"] = "/nowhere"
 
 import copy  # noqa: E402
 
@@ -23,10 +25,13 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
 import hf_treespec  # noqa: E402
+from hf_treespec.budgeting import fallback  # noqa: E402
 from hf_treespec.fork import ForkableCache  # noqa: E402
 
 
 torch.set_num_threads(1)
+# Nor does the clock: where rounds take no time, nothing is measured and nothing falls back.
+fallback.clock = lambda: 0.0
 logging.set_verbosity_error()
 # Examples are the same in every run: a failure is never a matter of luck.
 settings.register_profile("tests", deadline=None, derandomize=True, database=None, max_examples=60)

@@ -346,6 +346,7 @@ def test_three_hundred_prompts(model, drafter, cap):
     assert generated(results) == expected
 
 
-def test_deterministic_is_refused(model):
-    with pytest.raises(ValueError, match="`deterministic` is set"):
-        model.generate_batch([[5, 6, 7]], tree_config={"budget": 1, "deterministic": True}, max_new_tokens=2)
+@pytest.mark.parametrize("option", ["deterministic", "record_rounds"])
+def test_what_needs_fixed_rows_is_refused(model, option):
+    with pytest.raises(ValueError, match=f"`{option}` is set"):
+        model.generate_batch([[5, 6, 7]], tree_config={"budget": 1, option: True}, max_new_tokens=2)

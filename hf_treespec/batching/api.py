@@ -104,6 +104,8 @@ def generate_batch(
         requests = _requests(model, inputs, configs, tree_config, kwargs)
         served = [request for request in requests if request.prompt is not None]
         drafting = served[0].prompt.drafting
+        if drafting.tree_config.record_rounds:
+            raise ValueError("`record_rounds` is set, which `generate_batch` does not honour; use `generate`.")
         if drafting.tree_config.deterministic:
             raise ValueError(
                 "`deterministic` is set, but which requests share a forward of `generate_batch`, and with it its shape, "

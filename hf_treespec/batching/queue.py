@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
+from ..budgeting.live import make_budget
 from ..cache import TreeCache
 from ..fork import DEFAULT_SPARE
 from ..generation import Drafting, TreeStats, decode_rows, draft_depth
@@ -69,9 +70,8 @@ class RequestQueue:
         total = self.places + copies
         device = device_of(model)
         capacity = max(request.prompt.length for request in requests) + self.depth + 1
-        self.tree_config = drafting.tree_config
         self.cache = TreeCache(model.config, total, spare, device, drafting.head_layers, capacity=capacity)
-        self.cache.configure(self.tree_config)
+        self.cache.configure(drafting.tree_config)
         self.cache.set_head(model.config, drafting.head)
         self.texts = RowTexts(total, max(request.prompt.limit for request in requests), device)
         self.seeds = torch.zeros(total, dtype=torch.long, device=device)
@@ -92,8 +92,9 @@ class RequestQueue:
         with self.cache.claimed(self.model), self.generator.attached():
             roots = self._admit()
             if self.active:
-                taps = self.generator.taps
-                rounds = Rounds(self.model, self.cache, self.tree_config, self.depth, self.texts, taps)
+                drafting, config = self.drafting, self.drafting.tree_config
+                rounds = Rounds(self.model, self.cache, config, self.depth, self.texts, self.generator.taps)
+                budget = make_budget(self.model, config, self.generator, drafting.assistant_model, drafting.head)
                 decode_rows(
                     self.model,
                     self.cache,
@@ -105,6 +106,7 @@ class RequestQueue:
                     self.stats,
                     self.recorder,
                     rounds=rounds,
+                    budget=budget,
                     refill=self._refill,
                 )
 

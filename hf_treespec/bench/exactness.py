@@ -52,7 +52,7 @@ def main(
         differences = []
         for text in tqdm(texts, desc=f"{label}, {name} draft", leave=False):
             ids = encode_prompts(tokenizer, [text])["input_ids"]
-            sequence = target.generate(ids, tree_config=config, assistant_model=draft, **options)[0]
+            sequence = target.generate(ids, tree_config=config.as_fixed(), assistant_model=draft, **options)[0]
             found = first_difference(target, sequence, ids.shape[1])
             differences += [found] if found else []
         console.print(f"{label}, {name} draft: {len(texts) - len(differences)} of {len(texts)} texts are the oracle's")
@@ -69,7 +69,7 @@ def _rows_that_match(target, tokenizer, draft, texts: list[str], batch_size: int
     """Rows of left-padded batches whose text equals that of the row alone."""
     from ..prompts import encode_prompts
 
-    same, config = 0, TreeConfig(budget=8)
+    same, config = 0, TreeConfig(budget=8).as_fixed()
     for start in tqdm(range(0, len(texts), batch_size), desc="batches", leave=False):
         rows = texts[start : start + batch_size]
         inputs = encode_prompts(tokenizer, rows)

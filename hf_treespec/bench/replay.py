@@ -7,14 +7,20 @@ in its recorded text.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..budgeting.live import RoundBudget
+from ..budgeting.recording import RoundRecorder
+from ..budgeting.rounds import RoundRecords
+from ..budgeting.speckv import bits_of
 from ..cache import TreeCache
 from ..config import TreeConfig
 from ..drafting.assistant import AssistantTreeGenerator
 from ..drafting.head import HeadTreeGenerator
+from ..fork import Fork
 from ..generation import TreeStats, decode_rows, draft_depth
 from ..heads import DraftHead, StreamTaps
 from ..prefill import prefill
@@ -57,10 +63,11 @@ class Recording:
 
 @dataclass
 class RowStats(TreeStats):
-    """`TreeStats` that also counts rounds and emitted tokens of every row."""
+    """`TreeStats` that also counts rounds and emitted tokens of every row, and keeps what was recorded."""
 
     row_rounds: dict[int, int] = field(default_factory=dict)
     row_tokens: dict[int, int] = field(default_factory=dict)
+    round_records: RoundRecords | None = None
 
     def count(self, rows: list[int], lengths: list[int], nodes: list[int]) -> None:
         super().count(rows, lengths, nodes)
@@ -131,6 +138,8 @@ def replay(
     streams: list[Tensor] | None = None,
     generator_class: type[HeadTreeGenerator] | None = None,
     noise: Callable[[TreeCache], DraftNoise] | None = None,
+    verifier_class: type[Verifier] = Verifier,
+    recorder: RoundRecorder | None = None,
 ) -> RowStats:
     """Drafts along the recorded texts and counts what the target accepts.
 
@@ -140,6 +149,8 @@ def replay(
         drafter: an assistant model (enabled), or a head of the target.
         streams: for a head, what `observe` saw of its taps.
         generator_class: for a head, another way to draft with it than the usual one.
+        verifier_class: another way to judge what was drafted.
+        recorder: keeps all candidates of every round.
         noise: the target's, that drew a sampled text, given the cache of the replay.
     """
     head = drafter if isinstance(drafter, DraftHead) else None
@@ -159,5 +170,28 @@ def replay(
     generator.begin(tokens, lengths - 1)
     texts = Texts(tokens, torch.zeros_like(lengths), recording.max_new_tokens)
     roots = tokens.gather(1, lengths[:, None] - 1)[:, 0]
-    decode_rows(target, cache, texts, roots, generator, depth, Verifier(TokenSelector(texts), end), stats)
+    verifier, budget = verifier_class(TokenSelector(texts), end), RoundBudget(generator, recorder=recorder)
+    decode_rows(target, cache, texts, roots, generator, depth, verifier, stats, budget=budget)
+    stats.round_records = budget.stats(texts).get("round_records")
     return stats
+
+
+class OneTokenVerifier(Verifier):
+    """Takes the target's own token only, so that a round begins at every position of a text."""
+
+    def _stop(self, fork: Fork, path: Tensor, emitted: Tensor, accepted: Tensor, remaining: Tensor):
+        return super()._stop(fork, path, emitted, torch.ones_like(accepted), remaining)
+
+
+def record_rounds(
+    recording: Recording,
+    model,
+    drafter: torch.nn.Module,
+    tree_config: TreeConfig,
+    streams: list[Tensor] | None = None,
+    metadata: dict[str, Any] | None = None,
+) -> RoundRecords:
+    """All candidates that are drafted from *every* position of the recorded texts; arguments as in [`replay`]."""
+    recorder = RoundRecorder({"tree_config": tree_config.to_dict(), "bits": bits_of(model), **(metadata or {})})
+    stats = replay(recording, model, drafter, tree_config, streams, None, OneTokenVerifier, recorder)
+    return stats.round_records

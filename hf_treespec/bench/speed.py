@@ -100,7 +100,7 @@ def shipped(
             prompt,
             max_new_tokens=max_new_tokens,
             do_sample=False,
-            tree_config=tree_config,
+            tree_config=tree_config.as_fixed(),
             assistant_model=draft,
             return_dict_in_generate=True,
         )

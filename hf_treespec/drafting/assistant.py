@@ -53,6 +53,8 @@ class AssistantTreeGenerator(LevelTreeGenerator):
         # A token the target committed that the assistant has not read: the deepest accepted node, never expanded.
         self.pending = torch.zeros(rows, dtype=torch.long, device=self.device)
         self.has_pending = torch.zeros(rows, dtype=torch.bool, device=self.device)
+        # Committed in rounds without a draft since the last one with a draft: rows and their tokens, `[B]` each.
+        self._skipped: list[tuple[Tensor, Tensor]] = []
 
     def begin(self, tokens: Tensor, lengths: Tensor) -> None:
         tokens, lengths = tokens.to(self.device), lengths.to(self.device)
@@ -69,19 +71,38 @@ class AssistantTreeGenerator(LevelTreeGenerator):
 
     def propose(self, rows: Tensor | None, roots: Tensor, depth: int, limits: Tensor | None = None) -> TokenTree:
         self._round = ExitStack()
-        if depth == 0:
-            self._pool = None
-            return TokenTree.chain(roots[:, None])
         target_device = roots.device
         roots = roots.to(self.device)
-        limits = torch.full_like(roots, depth) if limits is None else limits.to(self.device)
         rows = None if rows is None else rows.to(self.device)
         physical = torch.arange(len(roots), device=self.device) if rows is None else rows
+        if depth == 0:
+            self._pool, self._unread = None, (physical, roots)
+            return TokenTree.chain(roots[:, None].to(target_device))
+        if self._skipped:
+            self._catch_up(physical)
+        limits = torch.full_like(roots, depth) if limits is None else limits.to(self.device)
         self._fork = self._round.enter_context(self.cache.fork(self._stem(physical, roots), rows))
         tree = self._grow(physical, roots, depth, limits)
         if target_device == self.device:
             return tree
         return TokenTree(tree.tokens.to(target_device), tree.paths.to(target_device), tree.valid.to(target_device))
+
+    def _catch_up(self, rows: Tensor) -> None:
+        """Reads what `rows` `[B]`, all that still decode, committed without a draft."""
+        starts, count = self.cache.lengths, len(self._skipped)
+        skipped = torch.zeros(len(starts), count, dtype=torch.long, device=self.device)
+        for column, (places, tokens) in enumerate(self._skipped):
+            skipped[places, column] = tokens
+        pending = self.has_pending[:, None]
+        padded = torch.nn.functional.pad(skipped, (0, 1))
+        unread = torch.where(pending, torch.cat([self.pending[:, None], skipped], 1), padded)
+        # By position, as prompts stand.
+        texts = torch.zeros(len(starts), self.cache.length_bound + count + 1, dtype=torch.long, device=self.device)
+        texts.scatter_(1, starts[:, None] + torch.arange(count + 1, device=self.device), unread)
+        ends = starts.index_copy(0, rows, (starts + count + pending[:, 0])[rows])
+        prefill(self.model, self.cache, texts, ends, self.chunk_size)
+        self.has_pending = self.has_pending.index_fill(0, rows, False)
+        self._skipped = []
 
     def _stem(self, rows: Tensor, roots: Tensor) -> TokenTree:
         """The first nodes of a round: the pending token where there is one, and the root."""
@@ -99,6 +120,7 @@ class AssistantTreeGenerator(LevelTreeGenerator):
     def update(self, path: Tensor, path_lengths: Tensor, predicted: Tensor) -> None:
         pool = self._pool
         if pool is None:
+            self._skipped.append(self._unread)
             return
         path, path_lengths, predicted = (t.to(self.device) for t in (path, path_lengths, predicted))
         committed = torch.arange(path.shape[1], device=self.device) < path_lengths[:, None]

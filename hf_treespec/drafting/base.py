@@ -6,11 +6,13 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import Tensor
 from transformers.generation.candidate_generator import CandidateGenerator
 
+from ..budgeting.controllers import BudgetController
 from ..fork import Fork
 from ..heads.taps import StreamTaps
 from ..ranks import Ranks
 from ..synced import SyncedForwards
 from ..tree import TokenTree
+from .candidates import Candidates
 
 
 class TreeCandidateGenerator(CandidateGenerator):
@@ -19,6 +21,9 @@ class TreeCandidateGenerator(CandidateGenerator):
     Where the target samples, `noise(logits, rows, level)` gives draft logits `[B, M, V]` at nodes `level` levels below
     the roots of `rows` `[B]` the target's own noise. It is drawn for the text's positions, so a draft that agrees with
     the target draws the same token. `taps` are what watches the target's layers, if the drafter needs that.
+
+    A `controller`, where there is one, says after each level whether to go on, and how many nodes are proposed.
+    `reads_entropy` asks for the entropies of [`Candidates`].
     """
 
     taps: StreamTaps | None = None
@@ -29,6 +34,8 @@ class TreeCandidateGenerator(CandidateGenerator):
     ranks: Ranks | None = None
     # Where other ranks wait for this one's forwards: what keeps them in step.
     synced: SyncedForwards | None = None
+    controller: BudgetController | None = None
+    reads_entropy: bool = False
 
     def attached(self) -> AbstractContextManager:
         """The context in which the target runs for this drafter: whatever it needs to see is hooked here."""
@@ -57,6 +64,10 @@ class TreeCandidateGenerator(CandidateGenerator):
         """Drafts at most `depth` levels below `roots` `[B]` for the physical `rows` `[B]` (all by default), and at
         most `limits` `[B]` in each row: near the end of its text a row has no use for more, whatever its batch has."""
         raise NotImplementedError
+
+    def candidates(self) -> Candidates | None:
+        """All candidates of the tree proposed last; `None` where nothing was drafted."""
+        return None
 
     def update(self, path: Tensor, path_lengths: Tensor, predicted: Tensor) -> None:
         """Learns the outcome of the tree proposed last.

@@ -1,11 +1,34 @@
 """The pool of drafted candidates of one round, and the tree that is kept of it."""
 
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from ..budgeting.controllers import BudgetController, Level
 from ..tree import TokenTree
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """All candidates of a round, whether they entered the tree or not; the first is the root.
+
+    Attributes:
+        tokens, parents, scores: `[B, C]`, as in [`CandidatePool`].
+        depths: `[C]`.
+        top_k: children per expanded node, where they stand in groups of so many; else `None`.
+        entropies, confidences: of the draft's distribution at the best expanded node of each level, `[B]` each, where
+            `reads_entropy` asked for them.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    scores: Tensor
+    depths: Tensor
+    top_k: int | None = None
+    entropies: list[Tensor] = field(default_factory=list)
+    confidences: list[Tensor] = field(default_factory=list)
 
 
 class CandidatePool:
@@ -74,9 +97,22 @@ class CandidatePool:
         self._frontier_scores = scores
         return place, tokens.gather(1, place), worth
 
-    def best_tree(self, count: int) -> tuple[TokenTree, Tensor]:
+    def last_level(self) -> Level:
+        """The last level, for a controller."""
+        size, expanded = self._tokens[-1].shape[1], self._frontier_scores.shape[1]
+        # One copy to the host.
+        chances = torch.cat([self._frontier_scores, self.scores[:, -size:]], 1).exp().cpu().numpy()
+        return Level(chances[:, expanded:].reshape(len(chances), expanded, -1), chances[:, :expanded])
+
+    def candidates(self, top_k: int) -> Candidates:
+        """All of them."""
+        sizes = torch.tensor([tokens.shape[1] for tokens in self._tokens])
+        depths = torch.arange(len(sizes)).repeat_interleave(sizes)
+        return Candidates(self.tokens, self.parents, self.scores, depths, top_k)
+
+    def best_tree(self, count: int, controller: BudgetController | None = None) -> tuple[TokenTree, Tensor]:
         """See [`best_tree`]."""
-        return best_tree(self.tokens, self.parents, self.scores, count, self.levels)
+        return best_tree(self.tokens, self.parents, self.scores, count, self.levels, controller)
 
     def ranks(self, entries: Tensor) -> Tensor:
         """Which expansion of the round each of the `entries` `[B, P]` was, -1 where it was none."""
@@ -85,15 +121,30 @@ class CandidatePool:
         return torch.where(found, rank, -1)
 
 
-def best_tree(tokens: Tensor, parents: Tensor, scores: Tensor, count: int, max_depth: int) -> tuple[TokenTree, Tensor]:
+def best_tree(
+    tokens: Tensor,
+    parents: Tensor,
+    scores: Tensor,
+    count: int,
+    max_depth: int,
+    controller: BudgetController | None = None,
+) -> tuple[TokenTree, Tensor]:
     """The tree of the `count` best candidates, and the candidate behind each of its nodes `[B, N]`.
 
     Args:
         tokens, parents, scores: `[B, C]` as in [`CandidatePool`]: the root first, parents before children. Scores fall
             strictly from parent to child, so the best candidates are connected.
         max_depth: the largest depth of a candidate.
+        controller: chooses how many of them each row takes, at most `count`.
     """
+    choice = None if controller is None else controller.choose(scores[:, 1:].exp().cpu().numpy())
+    if choice is not None:
+        count = choice.columns - 1
+        max_depth = min(max_depth, count)
     best, order = scores[:, 1:].topk(min(count, tokens.shape[1] - 1), dim=1)
+    if choice is not None:
+        taken = torch.from_numpy(choice.nodes - 1).to(best.device)
+        best = best.masked_fill(torch.arange(best.shape[1], device=best.device) >= taken[:, None], float("-inf"))
     entries, permutation = (order + 1).sort(1)
     valid = torch.nn.functional.pad(best.gather(1, permutation) > float("-inf"), (1, 0), value=True)
     entries = torch.nn.functional.pad(entries, (1, 0))

@@ -1,6 +1,7 @@
 """Growing a tree level by level: what drafters have in common that score candidates with a model."""
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from ..fork import Fork
 from ..tree import TokenTree
 from .base import TreeCandidateGenerator
 from .calibration import AcceptanceCalibration
-from .candidates import CandidatePool
+from .candidates import CandidatePool, Candidates
 
 
 class LevelTreeGenerator(TreeCandidateGenerator):
@@ -56,8 +57,12 @@ class LevelTreeGenerator(TreeCandidateGenerator):
         """
         self._rows, limits = rows, limits[:, None]
         self._pool = pool = CandidatePool(roots)
+        self._entropies: list[Tensor] = []
+        self._confidences: list[Tensor] = []
         self._add_candidates(self._forward(last_only=True), limits > 0)
         for level in range(1, depth):
+            if self.controller is not None and not self.controller.deeper():
+                break
             place, tokens, worth = pool.advance(
                 self.frontier_width, self.budget - 1, self.lowest_score, level < limits
             )
@@ -68,8 +73,14 @@ class LevelTreeGenerator(TreeCandidateGenerator):
                 break
             self._extend(tokens, place // self.top_k, worth)
             self._add_candidates(self._forward(last_only=False), worth)
-        tree, self._entries = pool.best_tree(self.budget - 1)
+        tree, self._entries = pool.best_tree(self.budget - 1, self.controller)
         return tree
+
+    def candidates(self) -> Candidates | None:
+        if self._pool is None:
+            return None
+        found = self._pool.candidates(self.top_k)
+        return replace(found, entropies=self._entropies, confidences=self._confidences)
 
     def _extend(self, tokens: Tensor, parents: Tensor, valid: Tensor) -> None:
         """Makes a frontier `[B, w]`, below the given columns of the one before, the next level of the fork."""
@@ -81,6 +92,8 @@ class LevelTreeGenerator(TreeCandidateGenerator):
         return self._fork.start or self._fork.tree.tokens.shape[1] - 1
 
     def _add_candidates(self, logits: Tensor, valid: Tensor) -> None:
+        if self.reads_entropy:
+            self._read_entropy(logits[:, 0])
         if self.noise is not None:
             logits = self.noise(logits, self._rows, self._pool.levels)
         probabilities, tokens = logits.float().softmax(-1).topk(self.top_k, dim=-1)
@@ -89,6 +102,18 @@ class LevelTreeGenerator(TreeCandidateGenerator):
         if self.ranks is not None:
             tokens, probabilities, acceptance = self.ranks.agree(tokens, probabilities, acceptance)
         self._pool.add_level(tokens, probabilities, acceptance)
+        if self.controller is not None:
+            level = self._pool.last_level()
+            if self.controller.reads_entropy:
+                entropy, confidence = (x[-1].cpu().numpy() for x in (self._entropies, self._confidences))
+                level = replace(level, entropies=entropy, confidences=confidence)
+            self.controller.add(level)
+
+    def _read_entropy(self, logits: Tensor) -> None:
+        """Of the draft's distribution `[B, V]` at the best node."""
+        logarithms = logits.float().log_softmax(-1)
+        self._entropies.append(-(logarithms.exp() * logarithms).sum(-1))
+        self._confidences.append(logarithms.amax(-1).exp())
 
     def _survival(self, probabilities: Tensor) -> Tensor:
         """What is calibrated: the draft's probabilities `[B, w, k]`, or a better guess that a drafter has."""

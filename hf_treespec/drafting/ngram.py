@@ -2,14 +2,16 @@
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ..budgeting.controllers import Level
 from ..config import TreeConfig
 from ..fork import ForkableCache
 from ..tree import TokenTree
 from .base import TreeCandidateGenerator
-from .candidates import best_tree
+from .candidates import Candidates, best_tree
 
 
 # Continuations looked at per row and round: of the longest matches, and among equally long ones of the latest.
@@ -52,8 +54,22 @@ class NgramTreeGenerator(TreeCandidateGenerator):
         self.max_matching_ngram_size = max_matching_ngram_size
         self.end = None if end is None else end.to(cache.lengths.device)
         self.lowest_score = math.log(confidence_threshold) if confidence_threshold > 0 else -math.inf
+        self._candidates: tuple[Tensor, Tensor, Tensor, int] | None = None
+
+    def candidates(self) -> Candidates | None:
+        if self._candidates is None:
+            return None
+        *tables, depth = self._candidates
+        # Level by level, as other drafters have them.
+        count = (tables[0].shape[1] - 1) // depth
+        order = torch.arange(count * depth, device=self.cache.lengths.device).view(count, depth).t().flatten() + 1
+        order = torch.nn.functional.pad(order, (1, 0))
+        tokens, parents, scores = (table[:, order] for table in tables)
+        depths = torch.nn.functional.pad(torch.arange(1, depth + 1).repeat_interleave(count), (1, 0))
+        return Candidates(tokens, order.argsort()[parents], scores, depths)
 
     def propose(self, rows: Tensor | None, roots: Tensor, depth: int, limits: Tensor | None = None) -> TokenTree:
+        self._candidates = None
         if depth == 0:
             return TokenTree.chain(roots[:, None])
         texts, lengths = self._texts(rows, roots)
@@ -67,6 +83,8 @@ class NgramTreeGenerator(TreeCandidateGenerator):
         recency = 1 - _LATER * torch.arange(sizes.shape[1], device=sizes.device)
         weights = _SHORTER ** (sizes.amax(1, keepdim=True) - sizes).float() * recency * (sizes > 0)
         parents, scores = trie(tokens, used, weights, self.top_k, self.lowest_score)
+        if self.controller is not None:
+            self._show(scores.exp().view(len(roots), -1, depth).amax(1).cpu().numpy())
         count = self.budget - 1
         # Reading the device costs a stall elsewhere; there the tree is filled with padding nodes instead.
         if scores.device.type == "cpu":
@@ -75,7 +93,16 @@ class NgramTreeGenerator(TreeCandidateGenerator):
                 return TokenTree.chain(roots[:, None])
         tokens = torch.cat([roots[:, None], tokens.flatten(1)], 1)
         parents, scores = torch.nn.functional.pad(parents, (1, 0)), torch.nn.functional.pad(scores, (1, 0))
-        return best_tree(tokens, parents, scores, count, depth)[0]
+        self._candidates = tokens, parents, scores, depth
+        return best_tree(tokens, parents, scores, count, depth, self.controller)[0]
+
+    def _show(self, best: np.ndarray) -> None:
+        """Tells the controller the best path probability of each level, `[B, S]`."""
+        # Above 0: that nothing was found is an outcome too.
+        best = np.maximum(best, 1e-6)
+        above = np.pad(best[:, :-1], ((0, 0), (1, 0)), constant_values=1)
+        for level in range(best.shape[1]):
+            self.controller.add(Level(best[:, level, None, None], above[:, level, None]))
 
     def _texts(self, rows: Tensor | None, roots: Tensor) -> tuple[Tensor, Tensor]:
         """Committed tokens and the root behind them, `[B, T]`, and their number `[B]`."""

@@ -105,5 +105,5 @@ def _accepted_length(target, prompts: list[list[int]], tree: TreeConfig, max_new
     batch = pad_left(prompts, target.generation_config.pad_token_id or 0)
     inputs = {name: tensor.to(device_of(target)) for name, tensor in batch.items()}
     options = {"max_new_tokens": max_new_tokens, "do_sample": False, "return_dict_in_generate": True}
-    stats = target.generate(**inputs, **options, tree_config=tree).tree_stats
+    stats = target.generate(**inputs, **options, tree_config=tree.as_fixed()).tree_stats
     return stats["emitted_tokens"] / stats["rounds"]
