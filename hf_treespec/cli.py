@@ -11,6 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from .bench.command import bench
+from .bench.simulate import simulate
 from .budgeting.commands import profile, train_controller
 from .command_line import check_dtype, load, load_target, readable_errors, ships_head
 
@@ -23,6 +25,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
+
+
+app.command()(bench)
+app.command()(simulate)
 
 
 class Format(str, Enum):

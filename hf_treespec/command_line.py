@@ -17,8 +17,8 @@ def readable_errors() -> Iterator[None]:
         raise typer.Exit(1) from error
 
 
-def numbers(text: str, option: str, kind: type = int) -> list:
-    """The numbers of a comma-separated option.
+def numbers(text: str, option: str, kind: type = int, unique: bool = True) -> list:
+    """The numbers of a comma-separated option, each once if `unique`.
 
     Raises:
         ValueError: for anything else, naming the option.
@@ -27,7 +27,7 @@ def numbers(text: str, option: str, kind: type = int) -> list:
         found = [kind(part) for part in text.split(",")]
     except ValueError as error:
         raise ValueError(f"`{option}` is {text!r}; it must be numbers, comma-separated.") from error
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(found)) if unique else found
 
 
 def check_dtype(dtype: str) -> None:

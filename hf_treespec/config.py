@@ -48,7 +48,8 @@ class TreeConfig:
         fallback (`bool`, defaults to `True`):
             Decode plainly for a while where speculation is seen to emit fewer tokens per second than plain decoding.
         record_rounds (`bool`, defaults to `False`):
-            Keep what was drafted in every round, `tree_stats["round_records"]`.
+            Keep what was drafted in every round, `tree_stats["round_records"]`, count the distinct experts that
+            verification read, and wait for the device after every phase, so that `time` is true: for measuring.
         expert_workspace (`int`, defaults to 2**30):
             Bytes that the temporaries of a layer's routed experts may take: which of transformers' implementations runs
             depends on it, and forwards of more tokens run in slices. At least one token is run at a time.

@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from .config import HEADS, TreeConfig
 from .defaults import default_of
 from .drafting import RootGenerator, TreeCandidateGenerator
 from .fork import DEFAULT_SPARE
+from .intervals import synchronize
 from .modeling import device_of, disable, enable, is_enabled, unwrap
 from .outputs import Recorder, Stream, ended
 from .prefill import left_align, prefill_once
@@ -32,6 +33,7 @@ from .processors import warpers
 from .ranks import ranks_of
 from .reuse import reuse_prefix
 from .rounds import Rounds, check_rounds
+from .routing import ExpertCounter
 from .sampling import resolve_seeds
 from .selection import DraftNoise
 from .steps import fields_to_keep, make_verifier
@@ -79,6 +81,10 @@ class TreeStats:
     nodes: int = 0
     accepted_lengths: dict[int, int] = field(default_factory=dict)
     time: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("prefill", *PHASES), 0.0))
+    # Counts what verification reads, where rounds are recorded.
+    experts: ExpertCounter | None = None
+    # Seconds of phases inside the one that is being timed.
+    _inner: float = 0.0
 
     def count(self, rows: list[int], lengths: list[int], nodes: list[int]) -> None:
         """Adds a round: tokens emitted by each of the physical `rows`, nodes verified in each (no padding nodes)."""
@@ -90,7 +96,12 @@ class TreeStats:
 
     def to_dict(self) -> dict[str, Any]:
         """`rounds`, `emitted_tokens`, `nodes` (verified), `accepted_lengths` (histogram), `seeds` (of each row, where
-        tokens were sampled), `time` (seconds by phase, as the host sees them)."""
+        tokens were sampled), `time` (seconds by phase, as the host sees them).
+
+        Where rounds are recorded, also `distinct_experts` (read per mixture layer and verification, on average); `time`
+        then waits for the devices.
+        """
+        recorded = {} if self.experts is None else {"distinct_experts": self.experts.mean}
         return {
             "rounds": self.rounds,
             "emitted_tokens": self.emitted_tokens,
@@ -98,17 +109,24 @@ class TreeStats:
             "accepted_lengths": dict(sorted(self.accepted_lengths.items())),
             "seeds": self.seeds,
             "time": dict(self.time),
+            **recorded,
         }
 
     @contextmanager
     def timed(self, phase: str):
-        """Adds the time spent inside to a phase."""
+        """Adds the time spent inside to a phase, less that of phases timed inside it."""
+        outer, self._inner = self._inner, 0.0
         start = time.perf_counter()
         yield
-        self.time[phase] += time.perf_counter() - start
+        if self.experts is not None:
+            synchronize()
+        seconds = time.perf_counter() - start
+        self.time[phase] += seconds - self._inner
+        self._inner = outer + seconds
 
 
-PHASES = ("draft", "verify", "accept", "refresh")
+# Of a round. `build` makes a tree of what was drafted.
+PHASES = ("draft", "build", "verify", "accept", "refresh")
 
 
 def generate(model, *args, **kwargs):
@@ -362,14 +380,19 @@ def decode(
         budget = make_budget(model, drafting.tree_config, generator, drafting.assistant_model, drafting.head)
         reuse_prefix(cache, model.config, tokens, lengths, depth + 1, drafting.head)
         stats = TreeStats(seeds=None if seeds is None else seeds.tolist())
+        if drafting.tree_config.record_rounds:
+            stats.experts = ExpertCounter(model)
         with generator.attached():
             with stats.timed("prefill"):
                 copies = generation_config.num_return_sequences
                 prefill_once(model, cache, tokens, lengths - 1, drafting.chunk_size, generator, copies)
             roots = tokens.gather(1, lengths[:, None] - 1)[:, 0]
-            rounds = Rounds(model, cache, drafting.tree_config, depth, texts, generator.taps)
-            engines = {"rounds": rounds, "budget": budget}
-            decode_rows(model, cache, texts, roots, generator, depth, verifier, stats, recorder, stream, **engines)
+            with nullcontext() if stats.experts is None else stats.experts.attached():
+                engines = {
+                    "rounds": Rounds(model, cache, drafting.tree_config, depth, texts, generator.taps),
+                    "budget": budget,
+                }
+                decode_rows(model, cache, texts, roots, generator, depth, verifier, stats, recorder, stream, **engines)
     # Where processors or samples decide, rows wait for one another, or texts end before a path can, drafts are rightly
     # rejected: that says nothing about the head.
     telling = type(verifier) is Verifier and verifier.selector.is_plain and limit >= 4 * depth
@@ -402,6 +425,7 @@ def decode_rows(
     """The rounds, until every row of `texts` has stopped; `roots` `[B]` are the last prompt tokens of the live rows, the
     first not in the cache. After every round `refill` may let rows leave and enter: it takes the roots, gives theirs."""
     rounds = rounds or Rounds(model, cache, TreeConfig(cuda_graphs=False), depth, texts)
+    generator.timed = stats.timed
     budget = budget or RoundBudget()
     ranks = generator.ranks = ranks_of(model)
     while True:

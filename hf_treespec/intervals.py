@@ -51,7 +51,15 @@ def interleave(
     return [(_seconds(a), _seconds(b)) for _ in progress(range(pairs))]
 
 
+def synchronize() -> None:
+    """Waits until all GPUs have done what they were given, if there are any."""
+    for device in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(device)
+
+
 def _seconds(function: Callable[[], object]) -> float:
+    synchronize()
     start = time.perf_counter()
     function()
+    synchronize()
     return time.perf_counter() - start

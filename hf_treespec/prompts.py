@@ -33,6 +33,44 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
     return prompts
 
 
+def load_prompts(source: str) -> list[dict[str, Any]]:
+    """Prompts of a file, as [`read_prompts`] gives them, or of a data set of `datasets`.
+
+    Args:
+        source: a path, or `id[:config[:split]]` of a data set (a Hub id or a folder); its split is `test` by default,
+            where it has one, else the first. Prompts are its column `prompt`, `turns`, `question`, `instruction` or
+            `text`, the first that it has; of a list of turns the first is taken.
+
+    Raises:
+        ValueError: for a file or data set that is not there or has no prompts.
+        ImportError: where `datasets` is needed and not installed.
+    """
+    if Path(source).is_file():
+        return read_prompts(Path(source))
+    if Path(source).suffix in (".jsonl", ".json", ".txt"):
+        raise ValueError(f"There is no file {source!r}.")
+    name, *rest = source.split(":")
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ImportError(f"{source!r} is no file; data sets need `pip install 'hf-treespec[bench]'`.") from error
+    splits = load_dataset(name, *rest[:1])
+    split = rest[1] if len(rest) > 1 else "test" if "test" in splits else next(iter(splits))
+    if split not in splits:
+        raise ValueError(f"{name!r} has no split {split!r}; it has {sorted(splits)}.")
+    column = next((column for column in _COLUMNS if column in splits[split].column_names), None)
+    if column is None:
+        raise ValueError(f"{name!r} has columns {splits[split].column_names}; a prompt is one of {_COLUMNS}.")
+    texts = [value if isinstance(value, str) else value[0] for value in splits[split][column] if value]
+    if not texts:
+        raise ValueError(f"{source!r} holds no prompts.")
+    return [{"prompt": text} for text in texts]
+
+
+# Of data sets: where prompts stand.
+_COLUMNS = ("prompt", "turns", "question", "instruction", "text")
+
+
 def _parse(row: Any, place: str) -> dict[str, Any]:
     turns = row.get("turns") if isinstance(row, dict) else None
     prompt = row.get("prompt", turns[0] if turns else None) if isinstance(row, dict) else None

@@ -25,6 +25,7 @@ from hf_treespec import TreeConfig
         ({"budget": 8, "top_k": [2]}, ["top_k", "[2]"]),
         ({"budget": 8, "backend": "cuda"}, ["backend", "'cuda'", "torch"]),
         ({"budget": 8, "drafter": "psychic"}, ["drafter", "'psychic'"]),
+        ({"budget": 8, "record_rounds": 1}, ["record_rounds", "1", "True"]),
         (True, ["tree_config", "bool"]),
         (8, ["tree_config", "int"]),
         ("budget=8", ["tree_config", "str"]),

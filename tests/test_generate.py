@@ -225,7 +225,7 @@ def test_output_fields_and_stats(model, drafter, prompts):
     assert stats["rounds"] == sum(stats["accepted_lengths"].values())
     assert stats["emitted_tokens"] == sum(length * times for length, times in stats["accepted_lengths"].items())
     assert stats["rounds"] < stats["nodes"] <= 8 * stats["rounds"]
-    assert set(stats["time"]) == {"prefill", "draft", "verify", "accept", "refresh"}
+    assert set(stats["time"]) == {"prefill", "draft", "build", "verify", "accept", "refresh"}
     assert all(seconds > 0 for seconds in stats["time"].values())
     # Without `return_dict_in_generate` the tokens alone; and nothing of a call is left for the next.
     assert torch.equal(model.generate(**left_pad(prompts), max_new_tokens=20, **options), output.sequences)

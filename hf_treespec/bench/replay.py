@@ -48,17 +48,22 @@ class Recording:
 
     def repeated_share(self, size: int = 8) -> float:
         """Share of generated tokens that lie inside a `size`-gram which the continuation held before."""
-        repeated = total = 0
-        for row, start, stop in zip(self.tokens.tolist(), self.prompt_lengths.tolist(), self.lengths.tolist()):
-            text, seen, inside = row[start:stop], set(), [False] * (stop - start)
-            for i in range(len(text) - size + 1):
-                gram = tuple(text[i : i + size])
-                if gram in seen:
-                    inside[i : i + size] = [True] * size
-                seen.add(gram)
-            repeated += sum(inside)
-            total += len(inside)
-        return repeated / max(1, total)
+        bounds = zip(self.tokens.tolist(), self.prompt_lengths.tolist(), self.lengths.tolist())
+        return repeated_share([row[start:stop] for row, start, stop in bounds], size)
+
+
+def repeated_share(texts: list[list[int]], size: int = 8) -> float:
+    """Share of the tokens of `texts` that lie inside a `size`-gram which their text held before."""
+    repeated = 0
+    for text in texts:
+        seen, inside = set(), [False] * len(text)
+        for i in range(len(text) - size + 1):
+            gram = tuple(text[i : i + size])
+            if gram in seen:
+                inside[i : i + size] = [True] * size
+            seen.add(gram)
+        repeated += sum(inside)
+    return repeated / max(1, sum(map(len, texts)))
 
 
 @dataclass

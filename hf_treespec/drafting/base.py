@@ -23,7 +23,8 @@ class TreeCandidateGenerator(CandidateGenerator):
     the target draws the same token. `taps` are what watches the target's layers, if the drafter needs that.
 
     A `controller`, where there is one, says after each level whether to go on, and how many nodes are proposed.
-    `reads_entropy` asks for the entropies of [`Candidates`].
+    `reads_entropy` asks for the entropies of [`Candidates`]. Making the tree of what was drafted runs under
+    `timed("build")`.
     """
 
     taps: StreamTaps | None = None
@@ -34,6 +35,7 @@ class TreeCandidateGenerator(CandidateGenerator):
     ranks: Ranks | None = None
     # Where other ranks wait for this one's forwards: what keeps them in step.
     synced: SyncedForwards | None = None
+    timed: Callable[[str], AbstractContextManager] = staticmethod(nullcontext)
     controller: BudgetController | None = None
     reads_entropy: bool = False
 

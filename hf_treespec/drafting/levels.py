@@ -73,7 +73,8 @@ class LevelTreeGenerator(TreeCandidateGenerator):
                 break
             self._extend(tokens, place // self.top_k, worth)
             self._add_candidates(self._forward(last_only=False), worth)
-        tree, self._entries = pool.best_tree(self.budget - 1, self.controller)
+        with self.timed("build"):
+            tree, self._entries = pool.best_tree(self.budget - 1, self.controller)
         return tree
 
     def candidates(self) -> Candidates | None:

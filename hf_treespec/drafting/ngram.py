@@ -94,7 +94,8 @@ class NgramTreeGenerator(TreeCandidateGenerator):
         tokens = torch.cat([roots[:, None], tokens.flatten(1)], 1)
         parents, scores = torch.nn.functional.pad(parents, (1, 0)), torch.nn.functional.pad(scores, (1, 0))
         self._candidates = tokens, parents, scores, depth
-        return best_tree(tokens, parents, scores, count, depth, self.controller)[0]
+        with self.timed("build"):
+            return best_tree(tokens, parents, scores, count, depth, self.controller)[0]
 
     def _show(self, best: np.ndarray) -> None:
         """Tells the controller the best path probability of each level, `[B, S]`."""

@@ -28,8 +28,22 @@ def expected_accepted(checkpoint: str, kind: str, depth: int) -> float:
 
     Accepted lengths are concave in the depth, so below the depth of the published figure a straight line is a bound.
     """
+    tokens_per_round, levels = published_acceptance(checkpoint, kind)
+    return (tokens_per_round - 1) * min(1.0, depth / levels)
+
+
+def published_acceptance(checkpoint: str, kind: str) -> tuple[float, int]:
+    """Tokens per round, with the bonus, published for a checkpoint's head of this `kind`, and the levels it drafted.
+
+    Of other checkpoints what any head should reach.
+
+    Raises:
+        ValueError: for an unknown kind.
+    """
+    if kind not in _table()["*"]:
+        raise ValueError(f"The kind of head is {kind!r}; allowed values are {tuple(_table()['*'])}.")
     figure = _table().get(checkpoint, {}).get(kind) or _table()["*"][kind]
-    return (figure["tokens_per_round"] - 1) * min(1.0, depth / figure["depth"])
+    return figure["tokens_per_round"], figure["depth"]
 
 
 class AcceptanceAlarm:
