@@ -4,7 +4,7 @@ import functools
 import inspect
 import logging
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import transformers
@@ -59,7 +59,7 @@ def enable(model: nn.Module) -> nn.Module:
             raise ValueError(
                 f"{type(module).__qualname__} subclasses a DeepSeek-V4 module; only stock ones are swapped."
             )
-    _swap([(module, SWAPPED[type(module)]) for module in inner.modules() if type(module) in SWAPPED])
+    _swap([(module, SWAPPED[type(module)]) for module in _swappable(inner) if type(module) in SWAPPED])
     for name, function in bound.items():
         # A partial, not a bound method: it pickles and deep-copies with the model it belongs to.
         setattr(inner, name, functools.partial(function, inner))
@@ -90,8 +90,17 @@ def _bound() -> dict[str, Callable]:
 
 def is_enabled(model: nn.Module) -> bool:
     """Whether every module that `enable` swaps is swapped."""
-    modules = [module for module in unwrap(model).modules() if isinstance(module, tuple(SWAPPED))]
+    modules = list(_swappable(unwrap(model)))
     return bool(modules) and all(type(module) in _STOCK for module in modules)
+
+
+def _swappable(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules that `enable` swaps. Experts that transformers spreads over processes have a forward of its own, which
+    sends tokens around; they stay stock."""
+    for module in model.modules():
+        spread = getattr(module.__dict__.get("forward"), "__module__", "").startswith("transformers.distributed.")
+        if isinstance(module, tuple(SWAPPED)) and not spread:
+            yield module
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -9,8 +9,10 @@ of its own, but forwards wait for one another). OUTPUT gets what was written.
 import json
 import sys
 from contextlib import ExitStack, contextmanager
+from functools import partialmethod
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -18,6 +20,8 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import hf_treespec
+from hf_treespec.budgeting.fallback import Fallback
+from hf_treespec.budgeting.libra import LibraController
 from hf_treespec.drafting.calibration import AcceptanceCalibration
 from hf_treespec.stopping import MaxTimeCriteria
 
@@ -42,13 +46,19 @@ def run_case(model, assistant, prompts: list[list[int]], batch=False, draft=Fals
 
 @contextmanager
 def planted_divergence(rank: int):
-    """Other seeds, clocks and calibration on every rank."""
+    """Other seeds, clocks, calibration and budgets on every rank."""
     torch.manual_seed(rank)
-    call, estimate = MaxTimeCriteria.__call__, AcceptanceCalibration.estimate
-    MaxTimeCriteria.__call__ = lambda self, *args, **kwargs: call(self, *args, **kwargs) | (rank > 0)
-    AcceptanceCalibration.estimate = lambda self, *args: estimate(self, *args) ** (1 + 3 * rank)
-    yield
-    MaxTimeCriteria.__call__, AcceptanceCalibration.estimate = call, estimate
+    with pytest.MonkeyPatch.context() as patch:
+
+        def plant(owner, name: str, other) -> None:
+            patch.setattr(owner, name, partialmethod(other, getattr(owner, name)))
+
+        plant(MaxTimeCriteria, "__call__", lambda self, own, *args, **kwargs: own(self, *args, **kwargs) | (rank > 0))
+        plant(AcceptanceCalibration, "estimate", lambda self, own, *args: own(self, *args) ** (1 + 3 * rank))
+        plant(Fallback, "speculates", lambda self, own, batch: own(self, batch) and rank == 0)
+        plant(LibraController, "plan", lambda self, own, *args: max(1, own(self, *args) - rank))
+        plant(LibraController, "deeper", lambda self, own: own(self) and rank == 0)
+        yield
 
 
 @contextmanager

@@ -34,6 +34,8 @@ TOGETHER = [
     {**GREEDY, **NGRAM, "max_time": 3600},
     {**GREEDY, **TREE, "draft": True, "batch": True},
     {**SAMPLED, **SEEDS, **TREE, "batch": True},
+    # What a controller chooses is rank 0's choice.
+    {**GREEDY, "tree_config": {"budget": 6, "depth": 3, "controller": "libra"}, "draft": True},
     # Seeds that are drawn are rank 0's, which draws after `torch.manual_seed(0)`.
     {**SAMPLED, **TREE},
 ]

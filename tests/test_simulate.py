@@ -184,7 +184,6 @@ def test_the_paper_s_regularities():
                 tree, chain = (found[kind, budget, batch] for kind in ("fixed", "chain"))
                 gains[name, budget, batch] = tree.rate / chain.rate
                 lengths[name, budget, batch] = tree.accepted_length / chain.accepted_length
-    print(gains, lengths)
 
 
 # The command
