@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from .check_sampling import DRAWS, NEUTRAL, SamplerTest, check_sampler
 from .config import HEADS, TreeConfig
 from .generation import draft_depth
 from .heads import head_of
@@ -23,7 +24,7 @@ from .metrics.answer_match.answer_match import final_answer
 from .metrics.losslessness.losslessness import top1_gap
 from .modeling import device_of, unwrap
 from .oracle import oracle_logits, stable_topk
-from .prompts import encode_prompts
+from .prompts import encode_prompts, new_tokens
 
 
 # What two right computations in fp32 may differ by, in units of the largest logit.
@@ -100,6 +101,7 @@ class DecodingCheck:
         accepted_length: tokens per round of the trees, with the bonus token.
         expected_length: what the accepted length must not lie below, if anything is known.
         answers: `None` if no prompt has one.
+        sampler: whether tokens are drawn from the target's distribution.
     """
 
     dtype: str
@@ -107,6 +109,7 @@ class DecodingCheck:
     accepted_length: Interval
     expected_length: float | None
     answers: Answers | None
+    sampler: SamplerTest | None = None
 
     @property
     def faults(self) -> list[str]:
@@ -117,6 +120,11 @@ class DecodingCheck:
             for item in self.comparisons
             if item.faults
         ]
+        if self.sampler is not None and self.sampler.is_fault:
+            found.append(
+                f"{self.dtype}: tokens are not drawn from the target's distribution (chi-square "
+                f"{self.sampler.statistic:.0f} with {self.sampler.degrees} degrees of freedom)"
+            )
         # Only what the prompts drawn cannot explain is a fault.
         if self.expected_length is not None and self.accepted_length.high < self.expected_length:
             found.append(
@@ -137,9 +145,10 @@ def check_decoding(
     batch_size: int = 8,
     answers: list[str | None] | None = None,
     minimum_length: float | None = None,
+    draws: int = DRAWS,
     progress: Callable = lambda items, name: items,
 ) -> DecodingCheck:
-    """Decodes `prompts` greedily in every way and compares.
+    """Decodes `prompts` in every way and compares.
 
     Args:
         target: an enabled model.
@@ -153,6 +162,7 @@ def check_decoding(
         answers: the right answer of each prompt, or `None` where there is none.
         minimum_length: accepted length (with the bonus token) that the trees must reach; by default 40 % of the drafts
             that are published for the target's head, and nothing for an assistant.
+        draws: first tokens drawn behind each of the first prompts.
         progress: wraps an iterable of steps; also takes a name.
 
     Raises:
@@ -170,19 +180,25 @@ def check_decoding(
     options = {"do_sample": False, "max_new_tokens": max_new_tokens, "return_dict_in_generate": True}
     options["pad_token_id"] = tokenizer.pad_token_id
     texts = {"stock": _decode_stock(target, inputs, options, progress)}
-    batches = f", batches of {batch_size}"
+    batches, sampled = f", batches of {batch_size}", ", sampled"
     for name, rows in (
         ("budget=1", 1),
         ("tree", 1),
         (f"tree{batches}", batch_size),
+        (f"budget=1{sampled}", batch_size),
+        (f"tree{sampled}", batch_size),
         (f"budget=1{batches}", batch_size),
     ):
         way = trees if name.startswith("tree") else {"tree_config": TreeConfig(budget=1)}
+        way = {**way, **NEUTRAL} if name.endswith(sampled) else way
         steps = progress(range(0, len(prompts), rows), name)
         texts[name] = _decode(target, tokenizer, prompts, chat, rows, steps, {**options, **way})
     ids = [tokens[0].tolist() for tokens in inputs]
     comparisons = [
-        _compare(target, ids, texts, way, "stock" if way == "budget=1" else "budget=1") for way in list(texts)[1:]
+        _compare(target, ids, texts, "budget=1", "stock"),
+        *(_compare(target, ids, texts, way, "budget=1") for way in ("tree", f"tree{batches}")),
+        _compare(target, ids, texts, f"tree{sampled}", f"budget=1{sampled}", list(range(len(ids)))),
+        _compare(target, ids, texts, f"budget=1{batches}", "budget=1"),
     ]
     tokens = texts["tree"].tokens
     accepted = AcceptedLength(keep_in_memory=True).compute(
@@ -198,6 +214,7 @@ def check_decoding(
         Interval(accepted["accepted_length"], accepted["low"], accepted["high"]),
         minimum_length,
         _answers(tokenizer, texts["budget=1"].tokens, tokens, answers),
+        check_sampler(target, inputs, options, draws),
     )
 
 
@@ -207,13 +224,9 @@ def _decode(target, tokenizer, prompts: list[str], chat, rows: int, steps, optio
     for start in steps:
         inputs = encode_prompts(tokenizer, prompts[start : start + rows], chat)
         inputs = {name: value.to(device_of(target)) for name, value in inputs.items()}
-        output = target.generate(**inputs, **options)
-        width = inputs["input_ids"].shape[1]
-        # The cache holds all but the last token of each row.
-        lengths = output.cache.lengths + 1 - inputs["attention_mask"].sum(1)
-        texts.tokens += [
-            row[width : width + count].tolist() for row, count in zip(output.sequences, lengths.tolist(), strict=True)
-        ]
+        seeds = list(range(start, start + len(inputs["input_ids"]))) if options["do_sample"] else None
+        output = target.generate(**inputs, **options, seeds=seeds)
+        texts.tokens += new_tokens(output, inputs["attention_mask"])
         if rows == 1:
             texts.rounds.append(output.tree_stats["rounds"])
     return texts
@@ -230,27 +243,30 @@ def _decode_stock(target, inputs: list[Tensor], options: dict, progress) -> Text
     return texts
 
 
-def _compare(target, prompts, texts: dict[str, Texts], way: str, reference: str) -> Comparison:
+def _compare(target, prompts, texts: dict[str, Texts], way: str, reference: str, seeds=None) -> Comparison:
     one, other = texts[way].tokens, texts[reference].tokens
-    found = Losslessness(keep_in_memory=True).compute(predictions=one, references=other, model=target, prompts=prompts)
+    more = {"model": target, "prompts": prompts, "seeds": seeds}
+    found = Losslessness(keep_in_memory=True).compute(predictions=one, references=other, **more)
     places, gaps = found["first_differences"], found["gaps"]
     tolerances = [
-        None if place is None else _tolerance(target, *texts_of_prompt, place, gap)
-        for texts_of_prompt, place, gap in zip(zip(prompts, one, other), places, gaps)
+        None if place is None else _tolerance(target, *texts_of_prompt, place, gap, seed)
+        for texts_of_prompt, place, gap, seed in zip(
+            zip(prompts, one, other), places, gaps, seeds or [None] * len(prompts)
+        )
     ]
     return Comparison(way, reference, places, gaps, tolerances)
 
 
-def _tolerance(target, prompt: list[int], one: list[int], other: list[int], place: int, gap: float) -> float:
+def _tolerance(target, prompt: list[int], one: list[int], other: list[int], place: int, gap: float, seed) -> float:
     """The largest gap between two texts' tokens at `place` that rounding explains."""
     if not math.isfinite(gap):
         return 0.0
     ids = torch.tensor([[*prompt, *one[:place]]], device=device_of(target))
     largest = float(oracle_logits(target, ids)[0, -1].float().abs().max())
     moves = [max(FP32_TOLERANCE, torch.finfo(target.dtype).eps) * largest]
-    for seed in range(_DRAWS):
-        with _extra_rounding(unwrap(target), seed):
-            moves.append(abs(top1_gap(target, prompt, one, other, place) - gap))
+    for draw in range(_DRAWS):
+        with _extra_rounding(unwrap(target), draw):
+            moves.append(abs(top1_gap(target, prompt, one, other, place, seed) - gap))
     # Each of two right computations may be off by that much.
     return 2 * max(moves)
 

@@ -24,6 +24,7 @@ def to_dict(settings: dict[str, Any], checks: list[DecodingCheck]) -> dict[str, 
                 "accepted_length": asdict(check.accepted_length),
                 "expected_length": check.expected_length,
                 "answers": None if check.answers is None else asdict(check.answers),
+                "sampler": None if check.sampler is None else asdict(check.sampler),
             }
             for check in checks
         ],
@@ -75,6 +76,13 @@ def _section(check: DecodingCheck) -> list[str]:
     expected = "" if check.expected_length is None else f"; at least {check.expected_length:.2f} expected"
     without = check.accepted_length.value - 1
     lines += ["", f"Accepted length {check.accepted_length:.2f} ({without:.2f} without the bonus token){expected}."]
+    if check.sampler is not None:
+        test = check.sampler
+        lines += [
+            "",
+            f"Sampling: {test.draws} first tokens against the target's probabilities, chi-square {test.statistic:.1f} with "
+            f"{test.degrees} degrees of freedom, p = {test.p_value:.2g}.",
+        ]
     return lines + ([] if check.answers is None else _answer_table(check.answers))
 
 

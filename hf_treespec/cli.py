@@ -274,14 +274,43 @@ def check(
 
 
 @app.command()
-def env() -> None:
+def env(
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="Compile the Triton kernels for absent GPUs; what they cost.")
+    ] = False,
+) -> None:
     """Show versions and hardware, for bug reports."""
+    if kernels:
+        with readable_errors():
+            return _kernel_costs()
+
     from .environment import environment
 
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in environment().items():
         table.add_row(name, value)
     Console().print(table)
+
+
+def _kernel_costs() -> None:
+    """A table of what the kernels cost, beside their budgets; exit code 1 where one is exceeded."""
+    from .bench import kernel_costs
+    from .ops.backend import kernels_installed
+
+    if not kernels_installed():
+        raise ValueError("`--kernels` needs Triton: `pip install 'hf-treespec[triton]'`.")
+    headings = ("architecture", "kernel", "launch", "registers", "of", "spilled", "shared", "of", "matrix", "")
+    table, failed = Table(*headings, title="Compiled, not run"), False
+    for cost in kernel_costs.measure():
+        budget = kernel_costs.SHARED_LIMITS.get(cost["architecture"])
+        registers = "-" if budget is None else str(kernel_costs.REGISTERS[cost["kernel"]])
+        found = ", ".join(kernel_costs.faults(cost))
+        failed = failed or bool(found)
+        row = [cost["registers"], registers, cost["spilled"], cost["shared"], "-" if budget is None else budget]
+        cells = map(str, [*row, cost["matrix"] or "-", found])
+        table.add_row(cost["architecture"], cost["kernel"], cost["launch"], *cells)
+    Console(width=140).print(table)
+    raise typer.Exit(int(failed))
 
 
 def _check(

@@ -1,7 +1,6 @@
 """`hf-treespec demo`: the shipped pair decodes prompts in four ways; text, acceptance and speed side by side."""
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -15,16 +14,19 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from . import ops
 from .cache import TreeCache
 from .config import TreeConfig
 from .drafting.assistant import AssistantTreeGenerator
 from .fork import DEFAULT_SPARE
+from .generation import TreeStats, decode_rows
 from .metrics.tokens import first_difference
 from .modeling import enable
-from .prefill import prefill
+from .prefill import prefill_once
 from .prompts import encode_prompts
+from .selection import TokenSelector
+from .texts import Texts
 from .tree import TokenTree
+from .verifying import Verifier
 
 
 # Mostly of the kind the tiny pair was trained on; the last one is not, and drafts are accepted less there.
@@ -175,27 +177,44 @@ def _verdict(decodings: list[Decoding]) -> str:
     return f"[bold green]All {len(decodings)} ways wrote the same {reference.tokens} tokens.[/]"
 
 
+class WatchedGenerator(AssistantTreeGenerator):
+    """Drafts as its base does, and remembers every round of row 0, the first one from `position` on."""
+
+    def __init__(self, assistant_model, tree_config: TreeConfig, position: int) -> None:
+        super().__init__(assistant_model, tree_config, rows=1)
+        self.rounds: list[Round] = []
+        self._position = position
+
+    def propose(self, *args, **kwargs) -> TokenTree:
+        self._tree = super().propose(*args, **kwargs)
+        return self._tree
+
+    def update(self, path: Tensor, path_lengths: Tensor, predicted: Tensor) -> None:
+        walked = path[0, : int(path_lengths[0])].tolist()
+        self.rounds.append(Round(self._position, self._tree, walked, predicted[0].tolist()))
+        self._position += len(walked)
+        super().update(path, path_lengths, predicted)
+
+
 @torch.no_grad()
-def decode_rounds(target, draft, input_ids: Tensor, tree_config: TreeConfig, count: int) -> Iterator[Round]:
-    """The first `count` rounds after a prompt `[1, P]`, from the same pieces as `generate`, one round at a time."""
-    lengths = torch.tensor([input_ids.shape[1] - 1])
-    cache = TreeCache(target.config, rows=1, spare=max(DEFAULT_SPARE, tree_config.resolved_depth + 1))
-    prefill(target, cache, input_ids, lengths)
-    drafter = AssistantTreeGenerator(draft, tree_config, rows=1)
-    drafter.begin(input_ids, lengths)
-    # The root is the last token that is not in the cache yet.
-    root = input_ids[:, -1]
-    for _ in range(count):
-        position = int(cache.lengths[0])
-        tree = drafter.propose(None, root, tree_config.resolved_depth)
-        with cache.fork(tree) as fork:
-            predicted = target(**fork.model_inputs()).logits.argmax(-1)
-            path, accepted = ops.accept(tree.tokens, tree.paths, tree.valid, predicted)
-            fork.refresh(path, accepted)
-        drafter.update(path, accepted, predicted)
-        walked = path[0, : int(accepted[0])].tolist()
-        yield Round(position, tree, walked, predicted[0].tolist())
-        root = predicted[:, walked[-1]]
+def decode_rounds(
+    target, draft, input_ids: Tensor, tree_config: TreeConfig, count: int, end: int | None = None
+) -> list[Round]:
+    """The first `count` rounds after a prompt `[1, P]`, fewer if the text ends with the token `end`."""
+    lengths, depth = torch.tensor([input_ids.shape[1] - 1]), tree_config.resolved_depth
+    cache = TreeCache(target.config, rows=1, spare=max(DEFAULT_SPARE, depth + 1))
+    watched = WatchedGenerator(draft, tree_config, int(lengths))
+    prefill_once(target, cache, input_ids, lengths, None, watched, copies=1)
+    texts = Texts(input_ids, torch.zeros_like(lengths), limit=count * (depth + 1) + depth)
+    verifier = Verifier(TokenSelector(texts), None if end is None else torch.tensor([end]))
+
+    def stop(roots: Tensor) -> Tensor:
+        if texts.live_rows and len(watched.rounds) == count:
+            texts.leave([0], [True])
+        return roots
+
+    decode_rows(target, cache, texts, input_ids[:, -1], watched, depth, verifier, TreeStats(), refill=stop)
+    return watched.rounds
 
 
 def _round_to_draw(target, draft, tokenizer, tree_config: TreeConfig) -> Round:
@@ -203,10 +222,7 @@ def _round_to_draw(target, draft, tokenizer, tree_config: TreeConfig) -> Round:
     rounds = []
     for prompt in PROMPTS:
         input_ids = encode_prompts(tokenizer, [prompt])["input_ids"]
-        for current in decode_rounds(target, draft, input_ids, tree_config, _DRAWN_FROM):
-            rounds.append(current)
-            if current.predicted[current.path[-1]] == tokenizer.eos_token_id:
-                break
+        rounds += decode_rounds(target, draft, input_ids, tree_config, _DRAWN_FROM, tokenizer.eos_token_id)
     return max(rounds, key=lambda current: (_leaves_first_choice(current), len(current.path)))
 
 

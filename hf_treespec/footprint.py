@@ -180,7 +180,7 @@ def cache_bytes(
             size = config.index_head_dim if name == "indexer" else config.head_dim
             overlap = stream.span // stream.ratio
             numbers += max(1, tokens // stream.ratio) * size + (stream.span + cache.spare) * 2 * overlap * size
-    return numbers * width + tokens * cache.token_ids.element_size()
+    return numbers * width
 
 
 def gpu_table(config: DeepseekV4Config, footprint: Footprint) -> list[dict[str, Any]]:

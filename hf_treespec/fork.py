@@ -228,7 +228,7 @@ class CommitPlan:
         return self._memo[key]
 
 
-class ForkableCache(Cache):
+class ForkableCache(snapshots.Rewindable, Cache):
     """Committed state keyed by absolute position, ragged over rows: what `Fork` needs of a cache.
 
     Subclasses say how a path is committed, what mask the model takes, and how their tensors grow.
@@ -376,93 +376,6 @@ class ForkableCache(Cache):
         self.grow(capacity)
         self.token_ids = torch.nn.functional.pad(self.token_ids, (0, capacity - self.token_ids.shape[1]))
         self.capacity = capacity
-
-    def _check_usable(self) -> None:
-        if not self.usable:
-            raise RuntimeError(
-                "This cache was interrupted while it was rewritten and is unusable. "
-                "Call `cache.reset()` or pass a new one."
-            )
-
-    # Rewinding
-
-    def rewind(self, lengths: Tensor) -> None:
-        """Shortens rows to `lengths` `[rows]`; exact where [`~ForkableCache.reachable`] returns them.
-
-        Interrupted while it restores a snapshot, the cache is marked unusable.
-
-        Raises:
-            ValueError: if a row cannot go there, or would grow.
-        """
-        self._check_usable()
-        if (lengths > self.lengths).any() or (lengths < 0).any():
-            raise ValueError(f"`lengths` {lengths.tolist()} must lie between 0 and {self.lengths.tolist()}.")
-        held, sources = self._in_rings(lengths), []
-        for snapshot in reversed(self.snapshots):
-            rows = snapshot.holds(lengths) & ~held
-            if rows.any():
-                sources.append((snapshot, rows))
-                held = held | rows
-        if not held.all():
-            lowest = (self.written - self.spare).clamp(min=0).tolist()
-            raise ValueError(
-                f"Cannot rewind to {lengths.tolist()}: rows are exact down to {lowest} (`spare`={self.spare}), and no "
-                f"snapshot is near; they can go to {self.reachable(lengths).tolist()}. Prefill again, or create the cache "
-                "with a larger `spare`."
-            )
-        # First of all: from here on a row may go on with another text.
-        self.snapshots = snapshots.limited(self.snapshots, lengths)
-        self.usable = not sources
-        written = torch.where(lengths == 0, 0, self.written)
-        for snapshot, rows in sources:
-            snapshot.restore(rows.nonzero()[:, 0])
-            written = torch.where(rows, snapshot.written, written)
-        self.lengths = lengths.clone()
-        self.written = written
-        self.usable = True
-
-    def _in_rings(self, lengths: Tensor) -> Tensor:
-        """Whether each row can go to `lengths` `[rows]` as it is: down to `written - spare`, or to 0."""
-        return (lengths >= self.written - self.spare) | (lengths == 0) | (lengths == self.lengths)
-
-    def reachable(self, lengths: Tensor) -> Tensor:
-        """The largest length up to `lengths` `[rows]` that each row can be rewound to: from its rings, from a snapshot,
-        else 0."""
-        best = torch.where(self._in_rings(lengths), lengths, 0)
-        for snapshot in self.snapshots:
-            nearest = torch.minimum(lengths, snapshot.lengths)
-            best = torch.maximum(best, torch.where(snapshot.holds(nearest), nearest, 0))
-        return best
-
-    def rings(self) -> Iterator[tuple[object, str, Tensor]]:
-        """State that is overwritten as texts grow, as `(owner, attribute, tensor)`."""
-        for layer in self.layers:
-            yield from (item for item in layer.tensors() if item[1] != "entries")
-
-    def snapshot(self, prompt_end: bool = False) -> None:
-        """Copies rings and lengths of all rows, so that `rewind` can come back. Between rounds only.
-
-        Args:
-            prompt_end: where a next turn may well part from this text: the last such one is kept longest.
-        """
-        self._check_usable()
-        if self._fork is not None:
-            raise RuntimeError("This cache has an open fork. Snapshots are taken between rounds.")
-        if not self.snapshots or not torch.equal(self.snapshots[-1].lengths, self.lengths):
-            self.snapshots = snapshots.added(self.snapshots, snapshots.Snapshot(self))
-        if prompt_end and self.snapshots:
-            self.snapshots[-1].prompt_end = True
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last `tokens_to_remove` tokens of every row (transformers' meaning; see [`~TreeCache.rewind`])."""
-        if tokens_to_remove < 0:
-            raise ValueError(f"`tokens_to_remove` is {tokens_to_remove}; it must not be negative.")
-        self.rewind(self.lengths - tokens_to_remove)
-
-    @property
-    def is_croppable(self) -> bool:
-        """False: transformers would assume that any number of tokens can be removed."""
-        return False
 
     # The rest of the `Cache` interface
 

@@ -389,7 +389,7 @@ def decode(
             roots = tokens.gather(1, lengths[:, None] - 1)[:, 0]
             with nullcontext() if stats.experts is None else stats.experts.attached():
                 engines = {
-                    "rounds": Rounds(model, cache, drafting.tree_config, depth, texts, generator.taps),
+                    "rounds": Rounds(model, cache, drafting.tree_config, depth, width + limit, generator.taps),
                     "budget": budget,
                 }
                 decode_rows(model, cache, texts, roots, generator, depth, verifier, stats, recorder, stream, **engines)
@@ -424,7 +424,7 @@ def decode_rows(
 ) -> None:
     """The rounds, until every row of `texts` has stopped; `roots` `[B]` are the last prompt tokens of the live rows, the
     first not in the cache. After every round `refill` may let rows leave and enter: it takes the roots, gives theirs."""
-    rounds = rounds or Rounds(model, cache, TreeConfig(cuda_graphs=False), depth, texts)
+    rounds = rounds or Rounds(model, cache, TreeConfig(cuda_graphs=False), depth, cache.capacity)
     generator.timed = stats.timed
     budget = budget or RoundBudget()
     ranks = generator.ranks = ranks_of(model)

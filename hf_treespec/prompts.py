@@ -120,6 +120,19 @@ def pad_left(rows: list[list[int]], pad: int) -> dict[str, Any]:
     return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
 
 
+def new_tokens(output, attention_mask) -> list[list[int]]:
+    """What each row wrote behind its prompt, the end-of-sequence token included and no padding.
+
+    Args:
+        output: of `generate` with `tree_config` and `return_dict_in_generate=True`.
+        attention_mask: of the prompts, `[B, P]`.
+    """
+    # The cache holds all but the last token of each row.
+    counts = (output.cache.lengths + 1 - attention_mask.sum(1)).tolist()
+    width = attention_mask.shape[1]
+    return [row[width : width + count].tolist() for row, count in zip(output.sequences, counts, strict=True)]
+
+
 def continue_greedily(model, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
     """Prompts (token ids) with what an enabled model writes behind them, the end-of-sequence token included."""
     from .config import TreeConfig
@@ -129,8 +142,4 @@ def continue_greedily(model, prompts: list[list[int]], max_new_tokens: int) -> l
     inputs = {name: tensor.to(device_of(model)) for name, tensor in batch.items()}
     options = {"max_new_tokens": max_new_tokens, "do_sample": False, "return_dict_in_generate": True}
     output = model.generate(**inputs, **options, tree_config=TreeConfig(budget=1))
-    width = batch["input_ids"].shape[1]
-    # The cache holds all but the last token of each row.
-    lengths = (output.cache.lengths + 1).tolist()
-    rows = zip(output.sequences.tolist(), prompts, lengths)
-    return [text[width - len(prompt) :][:length] for text, prompt, length in rows]
+    return [prompt + text for prompt, text in zip(prompts, new_tokens(output, inputs["attention_mask"]))]

@@ -19,7 +19,6 @@ from .experts import TreeExperts
 from .fork import Fork
 from .heads.taps import StreamTaps
 from .ranks import ranks_of
-from .texts import Texts
 from .tree import TokenTree
 
 
@@ -41,7 +40,7 @@ class Rounds:
         cache: of the call.
         tree_config: of the call.
         depth: the deepest a tree can be.
-        texts: of the call.
+        longest: tokens that a row of the call can come to.
         taps: what watches the model's layers for the drafter, if something does.
         record: how a forward is captured; by default as a CUDA graph.
     """
@@ -52,7 +51,7 @@ class Rounds:
         cache: TreeCache,
         tree_config: TreeConfig,
         depth: int,
-        texts: Texts,
+        longest: int,
         taps: StreamTaps | None = None,
         record: Record | None = None,
     ) -> None:
@@ -65,7 +64,7 @@ class Rounds:
         self.depth = max(1, depth)
         if self.deterministic:
             # One number of columns for the whole call, which no draft has a say in.
-            cache.reserve(texts.prompts.shape[1] + texts.limit + self.nodes)
+            cache.reserve(longest + self.nodes)
 
     @contextmanager
     def fork(self, tree: TokenTree, rows: Tensor | None) -> Iterator[Fork]:

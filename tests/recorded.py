@@ -6,7 +6,14 @@ from hf_treespec.budgeting.rounds import RoundRecords
 
 
 def made_up_rounds(
-    texts: int, length: int, depth: int, top_k: int, first: float, seed: int = 0, honest: float = 1.0
+    texts: int,
+    length: int,
+    depth: int,
+    top_k: int,
+    first: float,
+    seed: int = 0,
+    honest: float = 1.0,
+    spread: float = 0.15,
 ) -> RoundRecords:
     """Dense rounds of `texts` texts of `length` tokens.
 
@@ -21,9 +28,9 @@ def made_up_rounds(
     for level in range(1, depth + 1):
         width = min(top_k, probabilities[-1].shape[1])
         above, place = probabilities[-1].topk(width)
-        spread = (first + 0.15 * torch.randn(rounds, width, generator=rng)).clamp(0.01, 0.99)
-        others = (1 - spread)[..., None] * 0.5 ** torch.arange(1, top_k)
-        acceptance = torch.cat([spread[..., None], others], -1)[..., :top_k]
+        best = (first + spread * torch.randn(rounds, width, generator=rng)).clamp(0.01, 0.999)
+        others = (1 - best)[..., None] * 0.5 ** torch.arange(1, top_k)
+        acceptance = torch.cat([best[..., None], others], -1)[..., :top_k]
         # One child at most is the text's: a draw falls into the interval of one of them, or behind all.
         draw = torch.rand(rounds, width, 1, generator=rng)
         ends = (honest * acceptance).cumsum(-1)

@@ -23,7 +23,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 def test_auto_takes_kernels_on_cuda_only(monkeypatch):
     assert ops.resolve_backend("auto", CPU) == ops.resolve_backend("torch", CUDA) == "torch"
     assert ops.resolve_backend("auto", CUDA) == ops.resolve_backend("triton", CUDA) == "triton"
-    monkeypatch.setattr(backend, "_kernels_installed", lambda: False)
+    monkeypatch.setattr(backend, "kernels_installed", lambda: False)
     assert ops.resolve_backend("auto", CUDA) == "torch"
     with pytest.raises(ValueError, match=r"pip install 'hf-treespec\[triton\]'"):
         ops.resolve_backend("triton", CUDA)

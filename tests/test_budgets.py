@@ -119,7 +119,7 @@ def test_free_verification_takes_the_cap():
     ids=["ruinous", "random drafter", "random drafter, staircase", "random drafter that knows it"],
 )
 def test_never_slower(costs, options):
-    texts = texts_of(count=4, length=512, **options)
+    texts = texts_of(count=3, length=512, **options)
     result = replay(texts, lambda: controller(costs), costs, 7, make_fallback=Fallback)
     assert (result.seconds <= 1.03 * sweep(texts, costs, 8)[0, 1].seconds).all()
 
@@ -137,7 +137,7 @@ def test_fallback_alone_is_hardly_slower(batch):
 
 @pytest.mark.parametrize("name", TABLES)
 def test_a_perfect_drafter_keeps_its_gain(name):
-    costs, texts = TABLES[name], texts_of(0.98, count=4, length=512)
+    costs, texts = TABLES[name], texts_of(0.999, count=2, length=512, spread=0.0)
     plain = sweep(texts, costs, 8)[0, 1].rate
     best = max(result.rate for result in sweep(texts, costs, 8).values())
     ours = replay(texts, lambda: controller(costs), costs, 7, make_fallback=Fallback).rate

@@ -10,14 +10,17 @@ from test_shipped import PROMPTS as SHIPPED_PROMPTS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_treespec
-from hf_treespec import TreeCache, TreeConfig, ops
+from hf_treespec import TreeCache, TreeConfig, ops, selection
 from hf_treespec.check import Comparison, DecodingCheck, Texts, _compare, check_decoding
 from hf_treespec.check_report import to_dict, to_markdown
+from hf_treespec.check_sampling import chi_square
 from hf_treespec.demo import checkpoint
 from hf_treespec.heads import MTPHead, attach_head
 from hf_treespec.intervals import Interval
 from hf_treespec.ops import TreeGeometry
 from hf_treespec.oracle import oracle_logits
+from hf_treespec.sampling import gumbel_noise
+from hf_treespec.selection import TokenSelector
 
 
 torch.set_num_threads(1)
@@ -49,7 +52,7 @@ def command(pair, tmp_path_factory) -> list[str]:
 
 
 def check(target, draft, prompts=PROMPTS, **options) -> DecodingCheck:
-    options = {"max_new_tokens": 20, "batch_size": 2, **options}
+    options = {"max_new_tokens": 20, "batch_size": 2, "draws": 64, **options}
     return check_decoding(target, byte_tokenizer(), prompts, TreeConfig(budget=6, depth=3), draft, **options)
 
 
@@ -61,12 +64,14 @@ def test_the_real_thing_passes(pair):
         ("budget=1", "stock"),
         ("tree", "budget=1"),
         ("tree, batches of 2", "budget=1"),
+        ("tree, sampled", "budget=1, sampled"),
         ("budget=1, batches of 2", "budget=1"),
     ]
     for item in found.comparisons:
         assert item.identical == len(PROMPTS) and item.gaps == [None] * len(PROMPTS)
     assert 1.2 < found.accepted_length.low <= found.accepted_length.value <= found.accepted_length.high
     assert found.expected_length is None
+    assert found.sampler.draws == 64 * len(PROMPTS) and found.sampler.degrees > 20 and found.sampler.p_value > 0.001
     assert (found.answers.prompts, found.answers.given, found.answers.difference.value) == (2, True, 0)
 
 
@@ -121,6 +126,37 @@ def test_a_planted_fault_is_found(pair, monkeypatch, owner, name, fault, way):
     monkeypatch.setattr(owner, name, fault)
     found = check(*pair, PROMPTS[:2])
     assert any(f"float32: {way} leaves" in words for words in found.faults), found.faults
+
+
+def flat_noise(seeds, positions, vocab_size):
+    """Noise that is too weak, as if the temperature were 0.6."""
+    return 0.6 * gumbel_noise(seeds, positions, vocab_size)
+
+
+def draft_noise(self, logits, fork, entries=None, call=TokenSelector.__call__):
+    """Other luck for trees than for single nodes."""
+    return call(self, logits + 0.5 * logits.roll(1, -1) * (logits.shape[1] > 1), fork, entries)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault", "words"),
+    [
+        (selection, "gumbel_noise", flat_noise, "not drawn from the target's distribution"),
+        (TokenSelector, "__call__", draft_noise, "tree, sampled leaves budget=1, sampled"),
+    ],
+    ids=["everywhere", "in trees"],
+)
+def test_a_biased_sampler_is_found(pair, monkeypatch, owner, name, fault, words):
+    monkeypatch.setattr(owner, name, fault)
+    found = check(*pair, max_new_tokens=6, draws=192)
+    assert any(words in fault for fault in found.faults), found.faults
+
+
+def test_chi_square_by_hand():
+    """Bins expect 10, 6, and 4 + 2 + 2: what is left behind the last full bin joins it."""
+    found, expected = torch.tensor([8.0, 9, 3, 4, 0]), torch.tensor([10.0, 6, 4, 2, 2])
+    statistic, bins = chi_square(found, expected)
+    assert bins == 3 and statistic == pytest.approx(4 / 10 + 9 / 6 + 1 / 8)
 
 
 @pytest.fixture(scope="module")

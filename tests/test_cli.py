@@ -82,7 +82,7 @@ def test_decode_rounds_follow_generate(pair):
     input_ids = encode_prompts(tokenizer, ["A tree"])["input_ids"]
     config = TreeConfig(budget=4, depth=3, top_k=1)
     # As its own assistant the target accepts every draft: 3 drafted tokens and the bonus per round.
-    rounds = list(decode_rounds(target, target, input_ids, config, count=3))
+    rounds = decode_rounds(target, target, input_ids, config, count=3)
     written = [current.predicted[node] for current in rounds for node in current.path]
     expected = target.generate(input_ids, max_new_tokens=len(written), do_sample=False, eos_token_id=None)
     assert [len(current.path) for current in rounds] == [4, 4, 4]

@@ -10,10 +10,12 @@ import torch
 from oracle import build_model, tiny_config
 from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import logits_process
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from typer.main import get_command
 
 import hf_treespec
 from hf_treespec import TokenTree, TreeCache, TreeConfig
+from hf_treespec.batching import generate_batch
 from hf_treespec.cli import app
 from hf_treespec.ops import TreeGeometry
 from hf_treespec.prefill import prefill
@@ -86,7 +88,7 @@ def test_worked_example_refresh():
 
 
 def test_readme_quick_start(capsys):
-    (code,) = code_blocks(README)
+    code = "\n".join(code_blocks(README))
     exec(compile(code, "README.md", "exec"), {})
     assert "Write a function to add two numbers." in capsys.readouterr().out
 
@@ -105,6 +107,7 @@ def test_every_processor_and_refused_option_is_documented():
     # What is named exists in transformers or here.
     own = {"seeds", "return_logprobs", "tree_config", "logprobs", "processed_logprobs", "row_independent"}
     options = set(vars(GenerationConfig())) | set(inspect.signature(GenerationMixin.generate).parameters) | own
+    options |= set(inspect.signature(generate_batch).parameters) | set(vars(ContinuousBatchingConfig()))
     options |= {"input_ids", "attention_mask", "inputs_embeds", "position_ids", "cache", "assistant_tokenizer"}
     for row in re.findall(r"^\| (`[a-z].*?) \|", OPTIONS, re.MULTILINE):
         for name in re.findall(r"`([a-z]\w*)`", row):

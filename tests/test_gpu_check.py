@@ -8,19 +8,26 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_rounds import FakeRecorder
 from typer.testing import CliRunner
 
 import treespec_kernels
+from hf_treespec import rounds
 from hf_treespec.bench import gpu_check
 
 
-def test_it_checks_and_times_every_kernel(tmp_path):
+def test_it_checks_and_times_every_kernel(tmp_path, monkeypatch):
+    # A stand-in where there is no GPU to capture on.
+    monkeypatch.setattr(rounds, "CudaRecorder", FakeRecorder)
+    monkeypatch.setattr(rounds, "graphs_wanted", lambda model, cache, config: config.cuda_graphs is not False)
     result = CliRunner().invoke(gpu_check.app, ["--small", "--output", str(tmp_path / "check.json")])
     assert result.exit_code == 0, result.output
     written = json.loads((tmp_path / "check.json").read_text())
     assert all(check["passed"] for check in written["checks"])
+    (round_,) = written["rounds"]
+    assert all(round_[name] > 0 for name in ("stock, 1 token", "eager", "graph"))
     kernels = {check["kernel"].split(",")[0] for check in written["checks"]}
-    assert kernels == set(treespec_kernels.__all__)
+    assert kernels == {*treespec_kernels.__all__, "verify as a graph"}
     assert {row["kernel"] for row in written["timings"]} >= {"compress, HCA", "index_topk, CSA", "tree_attention, CSA"}
     assert all(row["triton"] > 0 and row["torch"] > 0 for row in written["timings"])
 
@@ -33,6 +40,7 @@ def test_a_wrong_kernel_is_named(tmp_path, monkeypatch):
     compress = gpu_check.Round.compress
     monkeypatch.setattr(gpu_check.Round, "compress", wrong)
     monkeypatch.setattr(gpu_check, "timings", lambda *args, **kwargs: [{"kernel": "none"}])
+    monkeypatch.setattr(gpu_check, "full_rounds", lambda *args, **kwargs: ([{"batch": 1}], []))
     result = CliRunner().invoke(gpu_check.app, ["--small", "--output", str(tmp_path / "check.json")])
     assert result.exit_code == 1 and "Wrong" in result.output and "compress, HCA" in result.output
 

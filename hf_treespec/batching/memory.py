@@ -55,6 +55,7 @@ def estimate(model, drafting: Drafting, capacity: int, spare: int) -> int:
     """Bytes of the caches of one row with room for `capacity` tokens: the target's with its head's windows, and the
     assistant's."""
     total = cache_bytes(model.config, capacity, drafting.head_layers, model.dtype.itemsize, spare)
+    total += capacity * torch.int64.itemsize  # the tokens themselves
     assistant = drafting.assistant_model
     if assistant is None:
         return total

@@ -93,7 +93,7 @@ class RequestQueue:
             roots = self._admit()
             if self.active:
                 drafting, config = self.drafting, self.drafting.tree_config
-                rounds = Rounds(self.model, self.cache, config, self.depth, self.texts, self.generator.taps)
+                rounds = Rounds(self.model, self.cache, config, self.depth, self.cache.capacity, self.generator.taps)
                 budget = make_budget(self.model, config, self.generator, drafting.assistant_model, drafting.head)
                 decode_rows(
                     self.model,

@@ -5,7 +5,7 @@
 Shapes are those of a DeepSeek-V4-Flash layer (64 heads over one 512-wide KV head, 64 indexer heads x 128, window 128,
 top-k 512, ratios 4 and 128) with random state. Values are compared in fp32 and bf16 with the fp32 reference, and bit for
 bit between a batch and its rows alone. Times are medians, beside those of the reference and of moving the bytes that
-must be moved. With `--small` everything shrinks until Triton's interpreter can run it (`TRITON_INTERPRET=1`).
+must be moved. Then full rounds of a few layers, eager and as CUDA graphs, beside stock's decoding step. With `--small` everything shrinks until Triton's interpreter can run it (`TRITON_INTERPRET=1`).
 """
 
 import copy
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from .. import ops
 from ..tree import TokenTree
+from .gpu_rounds import full_rounds
 from .layers import Round, Shape
 
 
@@ -224,6 +225,10 @@ def main(
         else:
             result.setdefault("left out", []).append(case)
     show("Milliseconds (torch: the reference; bytes: moving what must be moved)", rows)
+    if small or time.monotonic() - start < 60 * minutes:
+        result["rounds"], replays = full_rounds(device, small, milliseconds, binary_trees, repeats=1 if small else 20)
+        result["checks"] += replays
+        show("Milliseconds per round, 4 layers of V4-Flash's widths: verify, accept, commit", result["rounds"])
     output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     wrong = [row["kernel"] for row in result["checks"] if not row["passed"]]
     console.print(f"Wrong: {wrong}" if wrong else "All kernels are right.", f"Written to {output}.")

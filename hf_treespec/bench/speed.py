@@ -7,7 +7,6 @@
 the measured step costs and acceptance imply. `long`: a random model and an 8,192-token prompt against stock.
 """
 
-import resource
 import time
 from pathlib import Path
 from typing import Annotated
@@ -23,6 +22,7 @@ from ..generation import TreeStats
 from ..intervals import Interval, interleave, median_ratio
 from ..prefill import prefill
 from ..tree import TokenTree
+from .memory import PeakMemory, peak_memory
 
 
 app = typer.Typer(add_completion=False)
@@ -192,22 +192,23 @@ def long_context(
     model = hf_treespec.enable(long_model())
     prompt = torch.randint(1, 512, (1, tokens), generator=torch.Generator().manual_seed(0))
     cache = TreeCache(model.config, 1)
-    before, start = _peak_memory(), time.perf_counter()
-    with torch.no_grad():
+    with peak_memory() as before:
+        start = time.perf_counter()
+    with torch.no_grad(), peak_memory() as peak:
         prefill(model, cache, prompt, torch.tensor([tokens]))
     ours = time.perf_counter() - start
-    console.print(f"our prefill of {tokens} tokens: {ours:.1f} s, peak memory +{_peak_memory() - before:.0f} MiB")
+    console.print(f"our prefill of {tokens} tokens: {ours:.1f} s, peak memory +{_mebibytes(peak, before):.0f} MiB")
     near, far = verify_step(model, prefilled(model, 256), 1), verify_step(model, cache, 1)
     console.print(f"our step at {tokens} / at 256 tokens: {median_ratio(interleave(far, near, 4 * pairs)):.3f}")
     if not stock:
         return
-    before, start = _peak_memory(), time.perf_counter()
-    with torch.no_grad():
+    with peak_memory() as before:
+        start = time.perf_counter()
+    with torch.no_grad(), peak_memory() as peak:
         theirs = model(prompt, use_cache=True, logits_to_keep=1).cache
     seconds = time.perf_counter() - start
-    console.print(
-        f"stock prefill: {seconds:.1f} s ({seconds / ours:.1f}x ours), peak memory +{_peak_memory() - before:.0f} MiB"
-    )
+    more = _mebibytes(peak, before)
+    console.print(f"stock prefill: {seconds:.1f} s ({seconds / ours:.1f}x ours), peak memory +{more:.0f} MiB")
 
     @torch.no_grad()
     def stock_step() -> None:
@@ -248,9 +249,8 @@ def long_model():
     return DeepseekV4ForCausalLM(config).eval()
 
 
-def _peak_memory() -> float:
-    """Peak resident memory of this process so far, MiB (Linux reports KiB)."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def _mebibytes(peak: PeakMemory, before: PeakMemory) -> float:
+    return (peak.bytes - before.bytes) / 2**20
 
 
 if __name__ == "__main__":

@@ -14,10 +14,13 @@ _PRIOR = (0.8, 0.1, 0.05)
 _PRIOR_WEIGHT, _MEMORY = 0.5, 0.9
 # What a round still counts in the running rate after the next one.
 _RATE_MEMORY = 0.95
+# Exponents that estimates may be corrected by, and what the prior for 1 counts: so many candidates with a chance of a half.
+_EXPONENTS = np.linspace(0.3, 1.8, 16)
+_HALVES = 2.0
 # Nodes of a level that are looked at for the next one.
 _FRONTIER = 8
 # Rounds without a draft before one is drafted again, and what such a look may cost, as a share of the rounds before it.
-_FIRST_WAIT, _LONGEST_WAIT, _LOOK_SHARE = 8, 512, 0.005
+_FIRST_WAIT, _LONGEST_WAIT, _LOOK_SHARE = 8, 512, 0.02
 # Sizes of trees over a whole batch that are compared per width.
 _TOTALS = 64
 
@@ -25,13 +28,16 @@ _TOTALS = 64
 class CostController:
     """Takes the trees with the largest (1 + sum of path probabilities) / (T_draft + T_verify).
 
-    Candidates are sorted by calibrated path probability, and the best prefix is found among all widths: costs are
-    staircases, so the first maximum need not be the best one. A round's own rate is not what counts, but the rate over
-    all rounds: so what is maximised is (1 + sum) - rate * (T_draft + T_verify), `rate` being the running one, whose
-    fixed point has the best rate overall; a sure round goes further than its own rate would, an unsure one less far. In a batch one budget is shared by the rows: where padding
+    Drafters calibrate each candidate for itself, slowly. What all that were verified promise together and how many of
+    them are accepted tells sooner how far estimates are off on this text: they are raised to the power that makes up
+    for it, which leaves their order as it is.
+
+    Candidates are sorted by that path probability, and the best prefix is found among all widths: costs are
+    staircases, so the first maximum need not be the best one. In a batch one budget is shared by the rows: where padding
     costs less than nodes do, the candidates of all rows are sorted together and nodes go where they pay most. Another
     level is drafted while some depth below, with the acceptance that levels lately had, promises a better rate than
-    stopping; where none does at the root, nothing is drafted, and that is looked at again after more and more rounds.
+    stopping. Where none does at the root, and rounds with a draft lately were no better than plain ones, nothing is
+    drafted; that is looked at again after more and more rounds.
 
     Args:
         costs: of this model, drafter and machine.
@@ -50,11 +56,14 @@ class CostController:
         self._curves: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
         self._steps: dict[int, np.ndarray] = {}
         self._waited, self._wait = 0, _FIRST_WAIT
-        # Expected tokens per row and seconds of the last rounds.
+        # Tokens per row and seconds of the last rounds with a draft.
         self._emitted = self._spent = 0.0
+        # Drafts accepted, and what was expected by each exponent.
+        self._accepted, self._promised = 0.5 * _HALVES, _HALVES * 0.5**_EXPONENTS
+        self._exponent, self._chosen = 1.0, None
 
     def plan(self, batch: int, context: int, depth: int) -> int:
-        self._batch, self._depth, self._level = batch, depth, 0
+        self._batch, self._depth, self._level, self._chosen = batch, depth, 0, None
         if depth == 0 or self.budget == 1:
             return 0
         if len(self._above) < depth:
@@ -66,7 +75,8 @@ class CostController:
         # The mean row's candidates, level by level, negative: the best come first when sorted. The root is certain.
         self._pool, self._frontier = [np.full(self.budget, 0.0)], np.ones(1)
         self._pool[0][0] = -1.0
-        if self.deeper():
+        # What rounds with a draft came to counts more than the mean candidate: unsure ones end early, sure ones go on.
+        if self.deeper() or self._emitted * self._verify[0] > self._spent:
             return depth
         self._waited += 1
         look = (self._seconds[1, 0] - self._seconds[0, 0]) / (_LOOK_SHARE * self._verify[0])
@@ -98,8 +108,8 @@ class CostController:
         return np.array(chances), np.array(children)
 
     def add(self, level: Level) -> None:
-        probabilities, batch = level.probabilities, self._batch
-        self._above[self._level] += (level.above * (probabilities[..., 0] > 0)).sum() / batch
+        probabilities, batch = level.probabilities**self._exponent, self._batch
+        self._above[self._level] += (level.above**self._exponent * (probabilities[..., 0] > 0)).sum() / batch
         self._below[self._level, : probabilities.shape[-1]] += probabilities.sum((0, 1)) / batch
         self._level += 1
         best = np.sort(-probabilities.reshape(len(probabilities), -1), 1)[:, : self.budget - 1]
@@ -120,15 +130,9 @@ class CostController:
         table[:, : len(pool)] = pool
         np.multiply(self._drafted(levels), below, out=table[:, len(pool) :].reshape(levels + 1, *below.shape))
         table.sort(1)
-        values = self._values(self._tokens(table), self._seconds[level:])
+        rates = self._tokens(table) / self._seconds[level:]
         # Where drafting is free, it goes on: what it shows cannot be worse.
-        return bool(values[1:].max() >= values[0].max())
-
-    def _values(self, tokens: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-        """What rounds are worth that emit so many `tokens` per row in so many `seconds`: the tokens beyond those that
-        the running rate would bring in that time. (Where there is no rate yet, it is the best one of these rounds.)"""
-        rate = self._emitted / self._spent if self._spent else (tokens / seconds).max()
-        return tokens - rate * seconds
+        return bool(rates[1:].max() >= rates[0].max())
 
     def _drafted(self, levels: int) -> np.ndarray:
         """Which levels are there after 0 .. `levels` more, `[levels + 1, levels, 1]`."""
@@ -144,23 +148,25 @@ class CostController:
         batch = len(probabilities)
         best = np.zeros((batch, max(self.budget, probabilities.shape[1] + 1)))
         best[:, 0] = -1.0
-        best[:, 1 : probabilities.shape[1] + 1] = -probabilities
+        best[:, 1 : probabilities.shape[1] + 1] = -(probabilities**self._exponent)
         best.sort(1)
         best = best[:, : self.budget]
         if batch == 1 or self.costs.padding >= 1:
             tokens, seconds = self._tokens(best).sum(0) / batch, self._seconds[self._level]
-            place = int(self._values(tokens, seconds).argmax())
+            place = int((tokens / seconds).argmax())
             columns = int(self.sizes[place])
             nodes = np.minimum((best < 0).sum(1), columns)
-            self._expect(tokens[place], seconds[place])
+            spent = seconds[place]
         else:
-            columns, nodes = self._share(-best[:, 1:], float(self._seconds[self._level, 0] - self._verify[0]))
+            columns, nodes, spent = self._share(-best[:, 1:], self._seconds[self._level, 0] - self._verify[0])
+        taken = -best[:, 1:][np.arange(1, best.shape[1]) < nodes[:, None]]
+        self._chosen = taken ** (1 / self._exponent), spent
         if columns > 1:
             self._wait = _FIRST_WAIT
         return Choice(nodes, columns)
 
-    def _share(self, best: np.ndarray, draft: float) -> tuple[int, np.ndarray]:
-        """Widths and nodes where padding is cheap: the best candidates of the whole batch, however many a row has."""
+    def _share(self, best: np.ndarray, draft: float) -> tuple[int, np.ndarray, float]:
+        """Width, nodes and seconds where padding is cheap: the best candidates of the whole batch, however many a row has."""
         batch, count = best.shape
         order = (-best).ravel().argsort(kind="stable")
         rank = order % count
@@ -173,21 +179,26 @@ class CostController:
         real = np.interp(1 + taken / batch, self.sizes, self._verify)
         seconds = draft + real + self.costs.padding * (self._verify[:, None] - real)
         tokens = 1 + tokens / batch
-        width, end = divmod(int(self._values(tokens, seconds).argmax()), len(prefix))
-        self._expect(tokens[width, end], seconds[width, end])
+        width, end = divmod(int((tokens / seconds).argmax()), len(prefix))
         chosen = order[: prefix[end]][fits[width, : prefix[end]]]
         nodes = 1 + np.bincount(chosen // count, minlength=batch)
         # No wider than the longest row needs.
         columns = int(self.sizes[np.searchsorted(self.sizes, nodes.max())])
-        return columns, nodes
-
-    def _expect(self, tokens: float, seconds: float) -> None:
-        """Takes a round into the running rate."""
-        self._emitted = _RATE_MEMORY * self._emitted + tokens
-        self._spent = _RATE_MEMORY * self._spent + seconds
+        return columns, nodes, seconds[width, end]
 
     def observe(self, rows: list[int], emitted: list[int]) -> None:
         # Rounds without a draft show nothing, and forget nothing.
         if self._level:
             self._above *= _MEMORY
             self._below *= _MEMORY
+        if self._chosen is None:
+            return
+        taken, spent = self._chosen
+        self._emitted = _RATE_MEMORY * self._emitted + sum(emitted) / len(emitted)
+        self._spent = _RATE_MEMORY * self._spent + spent
+        # The prior is not forgotten.
+        self._accepted += (1 - _RATE_MEMORY) * (0.5 * _HALVES - self._accepted) + sum(emitted) - len(emitted)
+        self._promised += (1 - _RATE_MEMORY) * (_HALVES * 0.5**_EXPONENTS - self._promised)
+        self._promised += (taken ** _EXPONENTS[:, None]).sum(1)
+        # Larger exponents promise less.
+        self._exponent = float(np.interp(-self._accepted, -self._promised, _EXPONENTS))

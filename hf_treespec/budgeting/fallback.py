@@ -36,7 +36,7 @@ class Fallback:
         # Seconds of the last plain rounds, by the octave of the number of rows.
         self._plain: dict[int, deque[float]] = {}
         self._speculating, self._patience = True, _PATIENCE
-        self._lost = self._tokens = self._seconds = 0.0
+        self._lost = self._tokens = self._seconds = self._weight = 0.0
         self._since_probe, self._rounds_since_probe, self._rounds = 0.0, 0, 0
         self._wait, self._waited = _FIRST_WAIT, 0
 
@@ -47,7 +47,9 @@ class Fallback:
     def _probe_is_due(self, batch: int) -> bool:
         plain = self._plain_seconds(batch)
         if plain is None:
-            return self._rounds_since_probe >= _FIRST_PROBE
+            # The more tokens a round emits, the less likely it is that speculation loses.
+            per_row = self._tokens / (batch * self._weight) if self._weight else 1.0
+            return self._rounds_since_probe >= _FIRST_PROBE * per_row
         # What the probe's tokens would have gained.
         loss = max(0.0, plain - batch * self._seconds / self._tokens) if self._tokens else 0.0
         return self._rounds_since_probe >= _BETWEEN_PROBES and self._since_probe * _PROBE_SHARE >= loss
@@ -67,6 +69,7 @@ class Fallback:
                 self._count_wait()
             return
         self._tokens, self._seconds = _MEMORY * self._tokens + tokens, _MEMORY * self._seconds + seconds
+        self._weight = _MEMORY * self._weight + 1
         self._since_probe += seconds
         self._rounds_since_probe += 1
         self._rounds += 1
@@ -96,5 +99,5 @@ class Fallback:
                 f"{self._wait} rounds."
             )
         self._speculating = speculating
-        self._lost = self._tokens = self._seconds = 0.0
+        self._lost = self._tokens = self._seconds = self._weight = 0.0
         self._rounds = self._waited = 0

@@ -19,8 +19,8 @@ def resolve_backend(backend: str, device: torch.device) -> str:
         return "torch"
     if backend == "auto":
         cuda = device.type == "cuda" and torch.version.hip is None
-        return "triton" if cuda and _kernels_installed() else "torch"
-    if not _kernels_installed():
+        return "triton" if cuda and kernels_installed() else "torch"
+    if not kernels_installed():
         raise ValueError("`backend='triton'` needs Triton: `pip install 'hf-treespec[triton]'`, or use `'auto'`.")
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
@@ -31,7 +31,8 @@ def resolve_backend(backend: str, device: torch.device) -> str:
 
 
 @functools.cache
-def _kernels_installed() -> bool:
+def kernels_installed() -> bool:
+    """Whether Triton and our kernels can be imported."""
     return all(importlib.util.find_spec(name) is not None for name in ("triton", "treespec_kernels"))
 
 

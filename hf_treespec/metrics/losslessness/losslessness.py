@@ -7,6 +7,7 @@ import torch
 from hf_treespec.metrics.tokens import first_difference
 from hf_treespec.modeling import device_of
 from hf_treespec.oracle import oracle_logits
+from hf_treespec.sampling import gumbel_noise
 
 
 _DESCRIPTION = """
@@ -19,6 +20,7 @@ Args:
     references (`list[list[int]]`): those of the reference, plain greedy decoding say.
     model (`DeepseekV4ForCausalLM`, *optional*): measures the gaps, with one forward per differing text and no cache.
     prompts (`list[list[int]]`, *optional*): token ids of the prompts, without padding; needed with `model`.
+    seeds (`list[int]`, *optional*): of texts that were sampled at temperature 1: gaps are those after the seed's noise.
 
 Returns:
     `identical`: share of texts that are the same.
@@ -44,7 +46,7 @@ class Losslessness(evaluate.Metric):
             features=datasets.Features({"predictions": tokens, "references": tokens}),
         )
 
-    def _compute(self, predictions, references, model=None, prompts=None) -> dict[str, float | list]:
+    def _compute(self, predictions, references, model=None, prompts=None, seeds=None) -> dict[str, float | list]:
         texts = list(zip(predictions, references))
         if not texts:
             raise ValueError("`predictions` is empty; pass at least one text.")
@@ -56,8 +58,8 @@ class Losslessness(evaluate.Metric):
         gaps = [None] * len(texts)
         if model is not None:
             gaps = [
-                None if place is None else top1_gap(model, prompt, *pair, place)
-                for prompt, pair, place in zip(prompts, texts, places)
+                None if place is None else top1_gap(model, prompt, *pair, place, seed)
+                for prompt, pair, place, seed in zip(prompts, texts, places, seeds or [None] * len(texts))
             ]
         longest = [max(map(len, pair)) for pair in texts]
         same = [length if place is None else place for place, length in zip(places, longest)]
@@ -69,13 +71,17 @@ class Losslessness(evaluate.Metric):
         }
 
 
-def top1_gap(model, prompt: list[int], one: list[int], other: list[int], place: int) -> float:
+def top1_gap(model, prompt: list[int], one: list[int], other: list[int], place: int, seed: int | None = None) -> float:
     """How far the worse of two texts' tokens at `place` lies below the model's best one, in logits.
 
-    The model reads the tokens before it as the oracle does: stock modules, no cache.
+    The model reads the tokens before it as the oracle does: stock modules, no cache. With a `seed`, logits are those to
+    which its noise was added.
     """
     if place >= min(len(one), len(other)):
         return float("inf")
     ids = torch.tensor([[*prompt, *one[:place]]], device=device_of(model))
     logits = oracle_logits(model, ids)[0, -1].float()
+    if seed is not None:
+        key, position = (torch.tensor([value], device=ids.device) for value in (seed, ids.shape[1]))
+        logits = logits + gumbel_noise(key, position, len(logits))[0].to(logits.device)
     return float(logits.max() - logits[[one[place], other[place]]].min())
