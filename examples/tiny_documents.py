@@ -18,9 +18,9 @@ CHAT_TEMPLATE = (
     "{% elif message['role'] == 'assistant' %}<｜Assistant｜>{{ message['content'] + eos_token }}"
     "{% else %}{{ message['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}<｜Assistant｜>{% endif %}"
 )
-# Relative shares of the training tokens: files of DATA, documents made from them, the target's answers (draft only).
+# Relative shares of the training tokens: files of DATA, and documents made from them.
 MIX = {"math_gsm8k_train_chat": 0.44, "code_mbpp_train": 0.15, "math_synthetic": 0.06, "code_python_stdlib": 0.12}
-MIX |= {"docs_python": 0.05, "prose_standardebooks": 0.05, "instructions": 0.09, "echo": 0.04, "answers": 0.6}
+MIX |= {"docs_python": 0.05, "prose_standardebooks": 0.05, "instructions": 0.09, "echo": 0.04}
 MIX |= {"loops": 1.0}  # a packer of its own
 LENGTH = 512  # of a row
 

@@ -1,6 +1,6 @@
-"""Train the tiny DeepSeek-V4 pair that `hf_treespec` ships: a target with every V4 mechanism and a one-layer draft.
+"""Train the tiny DeepSeek-V4 target that `hf_treespec` ships, with every V4 mechanism; `train_draft.py` makes its draft.
 
-`tiny_documents.py` says what DATA holds. Seeded; `target` and `draft` resume when run again. The shipped pair, in order:
+`tiny_documents.py` says what DATA holds. Seeded; `target` resumes when run again. The shipped models, in order:
 
     python train_tiny.py tokenizer --data DATA --out RUN/tokenizer
     python train_tiny.py target --data DATA --out RUN/target --tokenizer RUN/tokenizer --tokens 9420800
@@ -9,8 +9,6 @@
         --work-dir RUN/heads
     hf-treespec train-head --kind dspark --model RUN/target/latest --data RUN/prompts.jsonl --output RUN/dspark \\
         --work-dir RUN/heads
-    python train_tiny.py draft --data DATA --out RUN/draft --target RUN/target/latest \\
-        --answers RUN/heads/continuations-*.jsonl --tokens 1700000
 
 The model cards of the shipped checkpoints say where their runs departed from this.
 """
@@ -33,6 +31,7 @@ from tiny_documents import (
     CHAT_TEMPLATE,
     EOS,
     LENGTH,
+    MIX,
     PAD,
     PAD_ID,
     SPECIAL_TOKENS,
@@ -50,7 +49,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 
 BATCH_TOKENS, PEAK_LR, WARMUP, SAVE_EVERY, ANSWER_LENGTH = 4096, 4e-3, 100, 250, 128
-LOOPS_FROM, KEEP_AT = 0.65, (0.02, 0.05, 0.12, 0.3, 0.6, 1)  # shares of the training
+LOOPS_FROM = 0.65  # share of the training
 
 # fmt: off
 TARGET = {
@@ -62,11 +61,6 @@ TARGET = {
     "partial_rotary_factor": 0.5, "q_lora_rank": 96, "o_groups": 2, "o_lora_rank": 64, "hc_mult": 2,
     "hc_sinkhorn_iters": 6, "rope_theta": 10000.0, "compress_rope_theta": 40000.0, "max_position_embeddings": 4096,
     "initializer_range": 0.04, "num_nextn_predict_layers": 0, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
-}
-DRAFT = TARGET | {  # on a CPU a draft step costs its operators, not its products: few, but wide
-    "hidden_size": 192, "moe_intermediate_size": 256, "num_hidden_layers": 1, "sliding_window": 128, "hc_mult": 1,
-    "layer_types": ["sliding_attention"], "mlp_layer_types": ["moe"], "n_routed_experts": 1, "num_experts_per_tok": 1,
-    "hc_sinkhorn_iters": 1,
 }
 # fmt: on
 
@@ -129,7 +123,7 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 momentum = self.state[p].setdefault("momentum", torch.zeros_like(p)).lerp_(p.grad, 0.05)
-                x = p.grad.lerp(momentum, 0.95).bfloat16()
+                x = p.grad.lerp(momentum, 0.95)
                 x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
                 x = x.mT if (tall := x.shape[-2] > x.shape[-1]) else x
                 for _ in range(5):
@@ -230,14 +224,7 @@ def likelihood(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return loss - (torch.log1p(-log_p.exp().clamp(max=0.9999)) * unlikely).sum() / unlikely.sum().clamp(min=50)
 
 
-@torch.compile(dynamic=False)
-def divergence(logits: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """KL(teacher || student), averaged over the positions that predict a real token."""
-    log_p, log_q = teacher.float().log_softmax(-1), logits.float().log_softmax(-1)
-    return ((log_p.exp() * (log_p - log_q)).sum(-1) * (labels != PAD_ID)).sum() / (labels != PAD_ID).sum()
-
-
-def fit(model, tokenizer, data, out: Path, tokens: int, seed: int, loss_function, loops: OwnLoops | None = None):
+def fit(model, tokenizer, data, out: Path, tokens: int, seed: int, loops: OwnLoops):
     """AdamW and Muon, cosine schedule; resumes from `<out>/state.pt` and exports to `<out>/latest` as it goes."""
     out.mkdir(parents=True, exist_ok=True)
     train, heldout = (encode(tokenizer, documents) for documents in data)
@@ -261,7 +248,6 @@ def fit(model, tokenizer, data, out: Path, tokens: int, seed: int, loss_function
             optimizer.load_state_dict(saved)
 
     steps = tokens // BATCH_TOKENS
-    exports = {round(steps * share): f"at-{100 * share:.0f}" for share in KEEP_AT}
     # one batch in four has rows twice as long, for the layers whose entries only count at a distance
     packers = [Packer(train, length, seed + i) for i, length in enumerate((LENGTH, 2 * LENGTH))]
     progress = tqdm(range(1, steps + 1), mininterval=10)
@@ -272,12 +258,12 @@ def fit(model, tokenizer, data, out: Path, tokens: int, seed: int, loss_function
             continue
         began, lr = time.time(), PEAK_LR * min(step / WARMUP, 0.505 + 0.5 * math.cos(math.pi * (step - 1) / steps))
         labels = ids.clone()
-        if loops and step > LOOPS_FROM * steps:
+        if step > LOOPS_FROM * steps:
             if step % 40 == 0 or not loops.pool:
                 loops.refresh(step)
             loops.rows(ids, labels)
         with torch.autocast("cpu", torch.bfloat16):
-            loss = loss_function(model, ids[:, :-1], labels[:, 1:])
+            loss = likelihood(logits_of(model, ids[:, :-1]), labels[:, 1:])
         (loss + sum(getattr(layer.self_attn, "indexer_loss", 0.0) for layer in model.model.layers)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
@@ -289,19 +275,17 @@ def fit(model, tokenizer, data, out: Path, tokens: int, seed: int, loss_function
             mlp.gate.e_score_correction_bias -= 0.01 * lr / PEAK_LR * (load - load.mean()).sign()
 
         record = {"step": step, "loss": loss.item(), "seconds": time.time() - began}
-        record |= {"own_loops": loops.shares} if loops and loops.pool else {}
+        record |= {"own_loops": loops.shares} if loops.pool else {}
         progress.set_postfix(loss=f"{record['loss']:.3f}", refresh=False)
         if step % SAVE_EVERY == 0 or step == steps:
             record["load"] = [mlp.experts.load.tolist() for mlp in routers]
             with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-                losses = {source: loss_function(model, x[:, :-1], x[:, 1:]) for source, x in heldout.items()}
+                losses = {source: likelihood(logits_of(model, x[:, :-1]), x[:, 1:]) for source, x in heldout.items()}
             record["heldout"] = {source: loss.item() for source, loss in losses.items()}
             state = {"step": step, "model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
             torch.save(state | {"rng": torch.get_rng_state()}, state_file.with_suffix(".tmp"))
             state_file.with_suffix(".tmp").rename(state_file)
             export(model, tokenizer, out / "latest")
-        if step in exports:
-            export(model, tokenizer, out / exports[step])
         with open(out / "log.jsonl", "a") as log:
             log.write(json.dumps(record) + "\n")
 
@@ -320,10 +304,6 @@ def export(model: DeepseekV4ForCausalLM, tokenizer, folder: Path):
         folder.rename(old)
     fresh.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def load(folder: Path) -> tuple[DeepseekV4ForCausalLM, PreTrainedTokenizerFast]:
-    return DeepseekV4ForCausalLM.from_pretrained(folder).eval(), PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 app = typer.Typer(help=__doc__, rich_markup_mode=None, add_completion=False)
@@ -356,13 +336,9 @@ def target(data: Data, out: Out, tokenizer: Folder, tokens: Tokens, seed: int = 
     """Next-token prediction."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer)
     model = prepare(build(DeepseekV4Config(vocab_size=len(tokenizer), **TARGET), seed))
-
-    def loss(model, ids, labels):
-        return likelihood(logits_of(model, ids), labels)
-
     train, heldout = documents(data, seed)
     loops = OwnLoops(model, tokenizer, train, seed)
-    fit(model, tokenizer, (train, heldout), out, tokens, seed, loss, loops)
+    fit(model, tokenizer, (train, heldout), out, tokens, seed, loops)
 
 
 @app.command()
@@ -377,20 +353,23 @@ def prompts(data: Data, out: Out, count: int = 3000, seed: int = 0):
 
 
 @app.command()
-def draft(data: Data, out: Out, target: Folder, tokens: Tokens, answers: Folder | None = None, seed: int = 0):
-    """Distillation of the target's distributions, over the training text and its own answers (`train-head`'s file)."""
-    teacher, tokenizer = load(target)
-    model = prepare(build(DeepseekV4Config(vocab_size=len(tokenizer), **DRAFT), seed))
-    prepare(teacher.requires_grad_(False))
-    train, heldout = documents(data, seed)
-    if answers:
-        rows = [json.loads(line)["ids"] for line in answers.read_text(encoding="utf-8").splitlines()]
-        train["answers"] = [text.removeprefix(BOS).split(EOS)[0] for text in tokenizer.batch_decode(rows)]
-
-    def loss(model, ids, labels):
-        return divergence(logits_of(model, ids), logits_of(teacher, ids), labels)
-
-    fit(model, tokenizer, (train, heldout), out, tokens, seed, loss)
+def chats(data: Data, out: Out, tokenizer: Folder, tokens: Tokens = 800_000, seed: int = 0):
+    """Training chats as JSON lines of token ids, for `train_draft.py`."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer)
+    train, rng, rows = documents(data, seed)[0], random.Random(seed), []
+    shares = {source: MIX[source] for source in ("math_gsm8k_train_chat", "code_mbpp_train", "instructions", "echo")}
+    marker = SPECIAL_TOKENS.index(ASSISTANT)
+    for source, share in shares.items():
+        room = tokens * share / sum(shares.values())
+        for text in rng.sample(train[source], len(train[source])):
+            ids = tokenizer.encode(BOS + text + EOS, add_special_tokens=False)[:LENGTH]
+            if marker not in ids:
+                continue
+            rows.append({"ids": ids, "prompt_length": ids.index(marker) + 1})
+            room -= len(ids)
+            if room <= 0:
+                break
+    out.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 if __name__ == "__main__":
