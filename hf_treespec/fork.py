@@ -172,8 +172,9 @@ class CommitPlan:
             column = depth.repeat(len(path))
         else:
             batch, column = (depth < path_lengths[:, None]).nonzero(as_tuple=True)
-        self._flat = (rows[batch], batch, path[batch, column], fork.lengths[batch] + column)
-        # Distance to the new end; 0 and below is behind it.
+        node = path[batch, column].clamp(min=0)
+        # Row, place in the scratch and position of each write; distance to the new end, 0 and below is behind it.
+        self._flat = rows[batch], batch * fork.tree.tokens.shape[1] + node, fork.lengths[batch] + column
         self._age = path_lengths[batch] - column
         self._memo: dict = {}
 
@@ -193,18 +194,18 @@ class CommitPlan:
 
     def ring(self, size: int, device: torch.device):
         if (size, device) not in self._memo:
-            row, batch, node, position = self._flat
-            # Of a chunk longer than the ring only the last positions are written, each slot once.
-            inside = (self._age > 0) & (self._age <= size)
+            row, source, position = self._flat
             listed = self._listed(self._path.device)
             skipped = listed and self._listed(device)
+            # Of a chunk longer than the ring only the last positions are written, each slot once.
+            if listed or self._path.shape[1] > size:
+                inside = (self._age > 0) & (self._age <= size)
             if not skipped and (listed or self._path.shape[1] > size):
                 kept = inside.nonzero()[:, 0]
-                row, batch, node, position = (index[kept] for index in self._flat)
+                row, source, position = (index[kept] for index in self._flat)
             target = row * size + position % size
             if skipped:
                 target = torch.where(inside, target, ~target)
-            source = batch * self._fork.tree.tokens.shape[1] + node.clamp(min=0)
             self._memo[size, device] = target.to(device), source.to(device)
         return self._memo[size, device]
 

@@ -120,9 +120,12 @@ class TokenTree:
         paths = above[batch_index, parents].scatter(2, depths[..., None], nodes[..., None])
         paths = torch.where(valid[..., None], paths, _padding_paths(nodes, self.max_depth + 1))
         tokens = torch.where(valid, tokens, self.tokens[:, :1])
-        return TokenTree(
+        grown = TokenTree(
             torch.cat([self.tokens, tokens], 1), torch.cat([above, paths], 1), torch.cat([self.valid, valid], 1)
         )
+        # Known here; else they are searched for in the paths of all nodes.
+        grown._depths = torch.cat([self.depths, torch.where(valid, depths, 1)], 1)
+        return grown
 
     def padded(self, count: int, max_depth: int) -> "TokenTree":
         """This tree with padding nodes up to `count`, and paths as for depth `max_depth`: no smaller than they are."""
