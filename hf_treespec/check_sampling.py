@@ -72,7 +72,7 @@ def chi_square(found: Tensor, expected: Tensor) -> tuple[float, int]:
     """Pearson's statistic of counts `[V]`, and its number of bins: the likely tokens each, all others in groups of about
     equal expectation."""
     order = expected.argsort(descending=True)
-    expected, found = expected[order], found[order]
+    expected, found = expected[order].double(), found[order].double()
     # The next bin begins where the expectation of the one before is large enough.
     bins, total = torch.zeros(len(order), dtype=torch.long), 0.0
     number = 0

@@ -341,7 +341,7 @@ def _check(
         batch_size,
         answers,
         minimum_length,
-        progress,
+        progress=progress,
     )
 
 

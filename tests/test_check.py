@@ -93,9 +93,9 @@ def test_bf16_near_ties_are_no_faults(command):
 # Faults
 
 
-def stale_write(state, scratch, target, source, write=ops.scatter_path) -> None:
+def stale_write(state, scratch, target, source, write=ops.scatter_path, **options) -> None:
     """A refresh that leaves the last of several tokens out."""
-    write(state, scratch, *((target[:-1], source[:-1]) if len(target) > 1 else (target, source)))
+    write(state, scratch, *((target[:-1], source[:-1]) if len(target) > 1 else (target, source)), **options)
 
 
 def wrong_phase(self, ratio, span, ring_size, pool_index=TreeGeometry.pool_index):

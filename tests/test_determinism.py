@@ -7,14 +7,14 @@ import torch
 from decoding import CHAIN, TREE, run
 from oracle import assert_greedy, build_model, generator, left_pad, random_texts, tiny_config
 from test_shipped import PROMPTS
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from typer.testing import CliRunner
 
 import hf_treespec
 from hf_treespec import TreeConfig
 from hf_treespec.bench import determinism
-from hf_treespec.demo import checkpoint
+from hf_treespec.demo import checkpoint, load_pair
 from hf_treespec.prompts import encode_prompts
 
 
@@ -67,8 +67,7 @@ def test_with_a_head(target):
 
 @pytest.fixture(scope="module")
 def shipped():
-    names = ("tiny-target", "tiny-draft")
-    return [hf_treespec.enable(AutoModelForCausalLM.from_pretrained(checkpoint(name))) for name in names]
+    return load_pair(checkpoint("tiny-target"), checkpoint("tiny-draft"))[:2]
 
 
 def test_the_shipped_model(shipped):

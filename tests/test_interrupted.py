@@ -74,10 +74,10 @@ class InterruptedWrite:
         self.count, self.error, self.after, self.calls = count, error, after, 0
         self.write = ops.scatter_path
 
-    def __call__(self, *args) -> None:
+    def __call__(self, *args, **options) -> None:
         self.calls += 1
         if self.calls != self.count or self.after:
-            self.write(*args)
+            self.write(*args, **options)
         if self.calls == self.count:
             raise self.error("stop here")
 

@@ -63,7 +63,10 @@ def train_speckv(model, drafter: str, arguments: dict) -> None:
     speckv.train(features, features[:, 0], "tokens", 32.0).save(speckv.controller_path(key))
 
 
-@pytest.mark.parametrize("drafter_kind", DRAFTERS)
+@pytest.mark.parametrize(
+    "drafter_kind",
+    [pytest.param(kind, marks=pytest.mark.slow if kind in ("dspark", "ngram") else ()) for kind in DRAFTERS],
+)
 def test_text_does_not_depend_on_budgets(models, drafter_kind, ticking, tmp_path):
     ticking.setenv("HF_TREESPEC_CACHE", str(tmp_path))
     model, arguments = models[drafter_kind]

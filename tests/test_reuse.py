@@ -26,9 +26,9 @@ def counted_nodes():
     counts = []
     fork = TreeCache.fork
 
-    def counting(self, tree, rows=None):
+    def counting(self, tree, rows=None, **options):
         counts.append(int(tree.valid.sum()))
-        return fork(self, tree, rows)
+        return fork(self, tree, rows, **options)
 
     with patch.object(TreeCache, "fork", counting):
         yield counts

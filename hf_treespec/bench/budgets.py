@@ -146,15 +146,12 @@ def main(
     import hf_treespec
 
     from ..budgeting.tables import drafter_name, find_table, table_key
-    from ..demo import checkpoint
+    from ..demo import checkpoint, load_draft
 
     console = Console(width=200)
     name = model or checkpoint("tiny-target")
     target = hf_treespec.enable(AutoModelForCausalLM.from_pretrained(name))
-    if head is not None:
-        draft = load_head(head, target.config)
-    else:
-        draft = AutoModelForCausalLM.from_pretrained(assistant or checkpoint("tiny-draft"))
+    draft = load_draft(assistant) if head is None else load_head(head, target.config)
     is_head = isinstance(draft, DraftHead)
     measured = CostTable.load(table) if table else None
     if measured is None:
@@ -162,7 +159,6 @@ def main(
         measured = find_table(key)
     if measured is None:
         console.print("No cost table of this model, drafter and machine: run `hf-treespec profile` for one.")
-    draft = draft if is_head else hf_treespec.enable(draft)
 
     tokenizer = AutoTokenizer.from_pretrained(name)
     trees, chains, learned = {}, {}, []

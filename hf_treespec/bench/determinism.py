@@ -60,12 +60,12 @@ def main(
 
     import hf_treespec
 
-    from ..demo import checkpoint
+    from ..demo import checkpoint, load_draft
     from ..prompts import encode_prompts, read_prompts
 
     console = Console(width=120)
     target = hf_treespec.enable(AutoModelForCausalLM.from_pretrained(model or checkpoint("tiny-target")))
-    draft = hf_treespec.enable(AutoModelForCausalLM.from_pretrained(assistant or checkpoint("tiny-draft")))
+    draft = load_draft(assistant)
     tokenizer = AutoTokenizer.from_pretrained(model or checkpoint("tiny-target"))
     share = -(-limit // len(prompts))
     texts = [row["prompt"] for path in prompts for row in read_prompts(path)[:share]][:limit]

@@ -198,5 +198,5 @@ def record_rounds(
 ) -> RoundRecords:
     """All candidates that are drafted from *every* position of the recorded texts; arguments as in [`replay`]."""
     recorder = RoundRecorder({"tree_config": tree_config.to_dict(), "bits": bits_of(model), **(metadata or {})})
-    stats = replay(recording, model, drafter, tree_config, streams, None, OneTokenVerifier, recorder)
+    stats = replay(recording, model, drafter, tree_config, streams, verifier_class=OneTokenVerifier, recorder=recorder)
     return stats.round_records
