@@ -394,12 +394,13 @@ def decode(
                 }
                 decode_rows(model, cache, texts, roots, generator, depth, verifier, stats, recorder, stream, **engines)
     # Where processors or samples decide, rows wait for one another, or texts end before a path can, drafts are rightly
-    # rejected: that says nothing about the head.
+    # rejected, and a controller drafts less: that says nothing about the head.
     telling = type(verifier) is Verifier and verifier.selector.is_plain and limit >= 4 * depth
+    telling = telling and budget.controller is None
     if drafting.head is not None and telling:
         from .heads import count_acceptance
 
-        count_acceptance(model, stats.rounds, stats.emitted_tokens - stats.rounds, depth)
+        count_acceptance(model, budget.drafted_rounds, budget.accepted_drafts, depth)
     sequences = texts.sequences(texts.complete).to(input_ids.device)
     if generation_config.return_dict_in_generate:
         tree_stats = stats.to_dict() | budget.stats(texts)
@@ -461,6 +462,7 @@ def decode_rows(
             on_host, finished, nodes = torch.stack([accepted, verdict.finished.long(), tree.valid.sum(1)]).tolist()
         live_rows = texts.live_rows
         stats.count(live_rows, on_host, nodes)
+        budget.count(on_host)
         kept = texts.leave(on_host, finished)
         if stream is not None:
             stream.send()

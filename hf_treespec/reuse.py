@@ -1,9 +1,14 @@
 """Continuing from a `TreeCache` of an earlier call, with token ids compared row by row."""
 
+import logging
+
 import torch
 from torch import Tensor
 
 from .cache import TreeCache
+
+
+logger = logging.getLogger(__name__)
 
 
 def reuse_prefix(cache: TreeCache, config, tokens: Tensor, lengths: Tensor, depth: int, head=None) -> None:
@@ -42,6 +47,13 @@ def reuse_prefix(cache: TreeCache, config, tokens: Tensor, lengths: Tensor, dept
     known = columns < torch.minimum(cache.lengths, lengths - 1)[:, None]
     same = (cache.token_ids[:, :width] == tokens[:, :width]) & known
     kept = same.long().cumprod(1).sum(1)
+    # One token is the beginning-of-sequence token, which all texts share.
+    strangers = ((kept <= 1) & (cache.lengths > 1)).nonzero()[:, 0].tolist()
+    if strangers:
+        logger.warning(
+            f"Rows {strangers} share nothing with the text in `cache` and are read afresh. If they go on from it, pass the "
+            "whole conversation in `input_ids`, not only the new turn."
+        )
     if head is not None:
         kept = (kept - 1).clamp(min=0)
     cache.rewind(cache.reachable(kept))

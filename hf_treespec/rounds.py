@@ -71,7 +71,8 @@ class Rounds:
         """`cache.fork`, for a tree that may get padding nodes."""
         fixed = self.deterministic or self.graphs is not None
         if fixed:
-            nodes = max(self.nodes, tree.tokens.shape[1])
+            # Captured forwards are as wide as the tree: a smaller one is to cost less.
+            nodes = max(self.nodes if self.deterministic else 1, tree.tokens.shape[1])
             tree = tree.padded(nodes, max(self.depth, tree.max_depth))
         with self.cache.fork(tree, rows, fixed=fixed) as fork:
             yield fork

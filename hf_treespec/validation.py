@@ -13,7 +13,7 @@ from .ops import kernels_fit, resolve_backend
 
 
 _LATER = "it is not supported together with `tree_config` yet; drop one of the two"
-_GREEDY = "tree decoding follows one greedy path per row; drop it, or drop `tree_config`"
+_GREEDY = "tree decoding follows one path per row; drop it, or drop `tree_config`"
 _SECOND_PROMPT = "guidance runs the model on a second prompt; drop it, or drop `tree_config`"
 _FORWARD = "a round computes drafts too; run the model's forward over the returned `sequences` instead"
 _OWN_CACHE = "tree decoding brings its own `TreeCache`; drop it"
@@ -54,7 +54,7 @@ def check_options(model, arguments: dict[str, Any]) -> None:
     for name, (allowed, advice) in REFUSED.items():
         value = option(name, arguments, *configs)
         if value is not None and not any(value is other or value == other for other in allowed):
-            expected = ", ".join(f"`{other}`" for other in (None, *allowed))
+            expected = " or ".join(f"`{other}`" for other in (None, *allowed))
             raise ValueError(f"`{name}` is `{value}`, but with `tree_config` it must be {expected}: {advice}.")
     _check_outputs("model", model.config)
     cache = arguments.get("cache")

@@ -22,6 +22,8 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 
 import hf_treespec
 from hf_treespec.batching import api, memory, queue
+from hf_treespec.budgeting.fallback import Fallback
+from hf_treespec.drafting.assistant import AssistantTreeGenerator
 from hf_treespec.prefill import prefill
 
 
@@ -351,3 +353,45 @@ def test_three_hundred_prompts(model, drafter, cap):
 def test_what_needs_fixed_rows_is_refused(model, option):
     with pytest.raises(ValueError, match=f"`{option}` is set"):
         model.generate_batch([[5, 6, 7]], tree_config={"budget": 1, option: True}, max_new_tokens=2)
+
+
+def test_an_assistant_keeps_up_where_rows_enter_after_rounds_without_a_draft(model, monkeypatch):
+    """Plain rounds leave unread tokens behind; those of a row that ended are not its successor's."""
+    calls, caches, compared = [], [], []
+
+    class Interrupted(Fallback):
+        def speculates(self, batch: int) -> bool:
+            calls.append(batch)
+            return not 3 <= len(calls) <= 6
+
+    def init(self, *args, original=queue.RequestQueue.__init__, **options) -> None:
+        original(self, *args, **options)
+        caches.append(self.cache)
+
+    def grow(self, rows, *args, original=AssistantTreeGenerator._grow):
+        (cache,) = caches
+        for row in rows.tolist():
+            length = int(cache.lengths[row])
+            # The pending token is the round's first node.
+            assert int(self.cache.lengths[row] + self.has_pending[row]) == length, (len(calls), row)
+            read = int(self.cache.lengths[row])
+            assert torch.equal(self.cache.token_ids[row, :read], cache.token_ids[row, :read])
+            compared.append(row)
+        return original(self, rows, *args)
+
+    monkeypatch.setattr("hf_treespec.budgeting.live.Fallback", Interrupted)
+    monkeypatch.setattr(queue.RequestQueue, "__init__", init)
+    monkeypatch.setattr(AssistantTreeGenerator, "_grow", grow)
+    # The first text ends among the plain rounds.
+    configs = [GenerationConfig(max_new_tokens=count, do_sample=False) for count in (10, 24, 24, 24)]
+    texts = prompts(4, 9, seed=5)
+    results = model.generate_batch(
+        texts,
+        generation_config=configs,
+        continuous_batching_config=ContinuousBatchingConfig(max_requests_per_batch=2),
+        assistant_model=model,
+        tree_config={"budget": 4, "top_k": 1},
+    )
+    assert len(calls) > 8 and len(compared) > 8
+    expected = [one_by_one(model, [text], generation_config=config) for text, config in zip(texts, configs)]
+    assert generated(results) == [text for (text,) in expected]

@@ -1,5 +1,6 @@
 """The `generate_batch` that `enable` binds: transformers' own signature and results, with trees."""
 
+import logging
 import os
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
@@ -22,6 +23,8 @@ from .memory import Cap, estimate, free_bytes, segments
 from .queue import RequestQueue, finish, shape
 from .requests import Prompt, Request, prepare
 
+
+logger = logging.getLogger(__name__)
 
 # Texts at a time, unless the configuration says otherwise.
 DEFAULT_ROWS = 64
@@ -88,6 +91,8 @@ def generate_batch(
         ValueError: for an option that cannot be honoured, or if no prompt can be served; before any compute.
     """
     if os.environ.get("HF_TREESPEC_DISABLE") == "1":
+        logger.warning("HF_TREESPEC_DISABLE=1: `tree_config` and what goes with it are dropped, decoding is stock.")
+        kwargs.pop("assistant_model", None)
         arguments = (inputs, generation_config, continuous_batching_config, record_timestamps, progress_bar)
         return type(model).generate_batch(model, *arguments, persistent_manager, warmup, **kwargs)
     if not inputs:
@@ -104,6 +109,11 @@ def generate_batch(
         requests = _requests(model, inputs, configs, tree_config, kwargs)
         served = [request for request in requests if request.prompt is not None]
         drafting = served[0].prompt.drafting
+        if drafting.synced is not None:
+            raise ValueError(
+                "`generate_batch` does not keep ranks in step whose forwards wait for one another (`synced_gpus`, ZeRO-3, "
+                "FSDP); use `generate` there."
+            )
         if drafting.tree_config.record_rounds:
             raise ValueError("`record_rounds` is set, which `generate_batch` does not honour; use `generate`.")
         if drafting.tree_config.deterministic:

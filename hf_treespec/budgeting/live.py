@@ -42,6 +42,8 @@ class RoundBudget:
         recorder: RoundRecorder | None = None,
     ) -> None:
         self.generator, self.controller, self.fallback, self.recorder = generator, controller, fallback, recorder
+        # Rounds of rows, and accepted drafts, where something was drafted.
+        self.drafted_rounds = self.accepted_drafts = 0
         if generator is not None:
             generator.controller = controller
             generator.reads_entropy = recorder is not None or controller is not None and controller.reads_entropy
@@ -71,6 +73,12 @@ class RoundBudget:
         if self.recorder is not None:
             live = texts.live
             self.recorder.add(self.generator.candidates(), live, texts.counts[live], lengths[live])
+
+    def count(self, emitted: list[int]) -> None:
+        """Counts a round, in which each row emitted so many tokens."""
+        if self._levels:
+            self.drafted_rounds += len(emitted)
+            self.accepted_drafts += sum(emitted) - len(emitted)
 
     def end(self, rows: list[int], emitted: list[int]) -> None:
         """Ends the round, in which the physical `rows` emitted so many tokens each."""
@@ -105,13 +113,13 @@ def make_budget(
     # Ranks that wait for one another's forwards all run the same.
     if tree_config.budget == 1 or generator.synced is not None:
         return RoundBudget(generator, recorder=recorder)
-    controller = make_controller(model, tree_config, generator, drafter)
+    make = partial(make_controller, model, tree_config, generator, drafter)
     fallback, ranks = Fallback() if tree_config.fallback else None, ranks_of(model)
-    if ranks is not None:
-        device = device_of(model)
-        controller = share_controller(controller, tree_config.budget, ranks, device)
-        fallback = fallback and SharedFallback(ranks, device)
-    return RoundBudget(generator, controller, fallback, recorder)
+    if ranks is None:
+        return RoundBudget(generator, make(), fallback, recorder)
+    device = device_of(model)
+    controller = share_controller(make, tree_config.budget, ranks, device)
+    return RoundBudget(generator, controller, fallback and SharedFallback(ranks, device), recorder)
 
 
 def make_controller(model, tree_config: TreeConfig, generator, drafter: Callable[[], str]) -> BudgetController | None:
@@ -125,12 +133,15 @@ def make_controller(model, tree_config: TreeConfig, generator, drafter: Callable
     if profile is not None:
         return MeasuringController(profile, budget, generator.top_k)
     key = table_key(model, drafter(), tree_config.backend)
-    costs = find_table(key)
+    # Padded rounds cost something else.
+    costs = find_table(key) if tree_config.fixed_nodes is None else None
     if name == "speckv":
         return SpecKVController.load(key, costs, budget, generator.top_k)
     if costs is not None:
         return CostController(costs, budget, generator.top_k)
     if name == "auto":
         return None
-    measurement = measurement_of(model, f"{drafter()} {budget} {generator.top_k}")
+    measurement = measurement_of(
+        model, f"{drafter()} {budget} {generator.top_k} {tree_config.backend} {tree_config.fixed_nodes}"
+    )
     return MeasuringController(measurement, budget, generator.top_k)

@@ -1,5 +1,7 @@
 """Processes that hold one model together: what rank 0's controller and fallback decide, all ranks do."""
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -66,9 +68,20 @@ class SharedFallback(Fallback):
 
 
 def share_controller(
-    controller: BudgetController | None, budget: int, ranks: Ranks, device: torch.device
+    make: Callable[[], BudgetController | None], budget: int, ranks: Ranks, device: torch.device
 ) -> SharedController | None:
-    """This rank's controller as all ranks' own; what rank 0 has (a cost table may lie on its disk only) decides."""
-    if not ranks.agree_on_flags([controller is not None], device)[0]:
-        return None
-    return SharedController(controller or FixedController(budget), ranks, device)
+    """Rank 0's controller for all ranks: what it is made from (a cost table, say) may lie on its disk only.
+
+    Raises:
+        ValueError: on all ranks, if rank 0 cannot make it.
+    """
+    controller, error = None, None
+    if dist.get_rank(ranks.group) == 0:
+        try:
+            controller = make()
+        except ValueError as caught:
+            error = caught
+    present, failed = ranks.agree_on_flags([controller is not None, error is not None], device)
+    if failed:
+        raise error or ValueError("Rank 0 could not make the controller; its message says why.")
+    return SharedController(controller or FixedController(budget), ranks, device) if present else None

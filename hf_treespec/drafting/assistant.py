@@ -64,6 +64,8 @@ class AssistantTreeGenerator(LevelTreeGenerator):
         super().restart(rows)
         rows = rows.to(self.device)
         self.has_pending[rows] = False
+        others = torch.ones_like(self.has_pending).index_fill(0, rows, False)
+        self._skipped = [(places[others[places]], tokens[others[places]]) for places, tokens in self._skipped]
         self.cache.rewind(self.cache.lengths.index_fill(0, rows, 0))
 
     def copy_rows(self, sources: Tensor, targets: Tensor) -> None:
@@ -89,17 +91,17 @@ class AssistantTreeGenerator(LevelTreeGenerator):
 
     def _catch_up(self, rows: Tensor) -> None:
         """Reads what `rows` `[B]`, all that still decode, committed without a draft."""
-        starts, count = self.cache.lengths, len(self._skipped)
-        skipped = torch.zeros(len(starts), count, dtype=torch.long, device=self.device)
-        for column, (places, tokens) in enumerate(self._skipped):
-            skipped[places, column] = tokens
-        pending = self.has_pending[:, None]
-        padded = torch.nn.functional.pad(skipped, (0, 1))
-        unread = torch.where(pending, torch.cat([self.pending[:, None], skipped], 1), padded)
+        starts, counts = self.cache.lengths, self.has_pending.long()
+        width = len(self._skipped) + 1
+        # Of each row the pending token, if there is one, and what it committed since: rows may have entered meanwhile.
+        unread = torch.nn.functional.pad(self.pending[:, None], (0, width - 1))
+        for places, tokens in self._skipped:
+            unread[places, counts[places]] = tokens
+            counts[places] += 1
         # By position, as prompts stand.
-        texts = torch.zeros(len(starts), self.cache.length_bound + count + 1, dtype=torch.long, device=self.device)
-        texts.scatter_(1, starts[:, None] + torch.arange(count + 1, device=self.device), unread)
-        ends = starts.index_copy(0, rows, (starts + count + pending[:, 0])[rows])
+        texts = torch.zeros(len(starts), self.cache.length_bound + width, dtype=torch.long, device=self.device)
+        texts.scatter_(1, starts[:, None] + torch.arange(width, device=self.device), unread)
+        ends = starts.index_copy(0, rows, (starts + counts)[rows])
         prefill(self.model, self.cache, texts, ends, self.chunk_size)
         self.has_pending = self.has_pending.index_fill(0, rows, False)
         self._skipped = []

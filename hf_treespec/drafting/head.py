@@ -65,15 +65,16 @@ class HeadTreeGenerator(LevelTreeGenerator):
             scratch = keys.new_zeros(len(keys), total + 1, keys.shape[-1])
             scratch[batch, nodes] = keys
             self.cache.window(layer.layer_idx, scratch[:, :-1])
-        self._remember(fork, on_path)
+        self._remember(fork, on_path, path_lengths)
 
     def _features(self, streams: list[Tensor], following: Tensor) -> Tensor:
         """What the head's `window_keys` takes, given the tapped streams of committed positions `[B, M, hc_mult, D]`
         and the token behind each, `[B, M]`."""
         raise NotImplementedError
 
-    def _remember(self, fork: Fork, streams: list[Tensor]) -> None:
-        """Takes what else is needed of the committed positions' streams; the last column is each row's last one."""
+    def _remember(self, fork: Fork, streams: list[Tensor], path_lengths: Tensor) -> None:
+        """Takes what else is needed of the committed positions' streams; the last column is each row's last one, where
+        the path has one."""
 
     def _embed(self, tokens: Tensor) -> Tensor:
         return self.model.get_input_embeddings()(tokens).to(self.head.device)

@@ -30,13 +30,16 @@ class MTPTreeGenerator(HeadTreeGenerator):
     def _features(self, streams: list[Tensor], following: Tensor) -> Tensor:
         return self.head.fuse(self._embed(following), streams[0])
 
-    def _remember(self, fork: Fork, streams: list[Tensor]) -> None:
+    def _remember(self, fork: Fork, streams: list[Tensor], path_lengths: Tensor) -> None:
         rows = torch.arange(self.cache.rows, device=self.device) if fork.rows is None else fork.rows
         last = streams[0][:, -1]  # [B, hc_mult, D]
         if self.streams is None:
             self.streams = last.new_zeros(self.cache.rows, *last.shape[1:])
-        self.streams = self.streams.index_copy(0, rows.to(self.head.device), last)
-        self.has_streams = self.has_streams.index_fill(0, rows, True)
+        places, read = rows.to(self.head.device), path_lengths > 0
+        kept = self.streams.index_select(0, places)
+        last = torch.where(read.to(last.device)[:, None, None], last, kept)
+        self.streams = self.streams.index_copy(0, places, last)
+        self.has_streams = self.has_streams.index_copy(0, rows, self.has_streams[rows] | read)
 
     def restart(self, rows: Tensor) -> None:
         super().restart(rows)
