@@ -41,6 +41,8 @@ def test_trees_write_the_oracles_text(model, drafter, prompts, plain, tree):
     assert not hf_treespec.is_enabled(drafter)
 
 
+# Twenty prompts of the shipped pair are in `test_shipped.py`.
+@pytest.mark.slow
 @pytest.mark.parametrize("tree", [CHAIN, TREE], ids=["chain", "tree"])
 def test_twenty_prompts(model, drafter, tree):
     """Single rows, shown by one teacher-forced oracle pass over all texts."""
