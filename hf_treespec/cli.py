@@ -14,7 +14,7 @@ from rich.table import Table
 from .bench.command import bench
 from .bench.simulate import simulate
 from .budgeting.commands import profile, train_controller
-from .command_line import check_dtype, load, load_target, readable_errors, ships_head
+from .command_line import Chat, DeviceMap, Drafter, Dtype, check_dtype, load, load_target, readable_errors, ships_head
 
 
 # Imports of torch, transformers and our modules that need them stand inside the commands: `--help` is instant.
@@ -43,7 +43,6 @@ Budget = Annotated[
     int | None, typer.Option(help="Nodes verified per round, the root included; 1 is plain decoding, 8 the default.")
 ]
 Depth = Annotated[int | None, typer.Option(help="Drafted levels below the root.")]
-Drafter = Annotated[str, typer.Option(help="As in `TreeConfig`; 'ngram' needs neither model nor head.")]
 TopK = Annotated[int | None, typer.Option(help="Children per expanded node; 1 drafts a chain.")]
 
 
@@ -91,13 +90,9 @@ def generate(
     depth: Depth = None,
     top_k: TopK = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded together.")] = 1,
-    chat: Annotated[
-        bool | None, typer.Option("--chat/--raw", help="Whether to use the chat template; by default if there is one.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="As in `from_pretrained`.")] = "auto",
-    device_map: Annotated[
-        str | None, typer.Option(help="As in `from_pretrained`; 'auto' by default where there is a GPU.")
-    ] = None,
+    chat: Chat = None,
+    dtype: Dtype = "auto",
+    device_map: DeviceMap = None,
     output: Annotated[Path | None, typer.Option(help="Write JSON lines here instead of printing the texts.")] = None,
 ) -> None:
     """Generate greedily with draft trees. Of a prompt with several turns the first is asked."""
@@ -154,9 +149,7 @@ def train_head(
     seed: int = 0,
     bf16: Annotated[bool, typer.Option(help="Multiply in bf16 while training.")] = False,
     dtype: Annotated[str, typer.Option(help="Of the model, as in `from_pretrained`.")] = "auto",
-    device_map: Annotated[
-        str | None, typer.Option(help="As in `from_pretrained`; 'auto' by default where there is a GPU.")
-    ] = None,
+    device_map: DeviceMap = None,
 ) -> None:
     """Train a draft head for a model on what the model itself writes behind your prompts. Resumes when run again."""
     with readable_errors():
@@ -219,16 +212,12 @@ def check(
     depth: Depth = None,
     top_k: TopK = None,
     batch_size: Annotated[int, typer.Option(min=2, help="Rows of the batches compared with single rows.")] = 8,
-    chat: Annotated[
-        bool | None, typer.Option("--chat/--raw", help="Whether to use the chat template; by default if there is one.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="As in `from_pretrained`.")] = "auto",
+    chat: Chat = None,
+    dtype: Dtype = "auto",
     fp32: Annotated[
         bool, typer.Option("--fp32/--no-fp32", help="Also in fp32, which tells faults from rounding; takes memory.")
     ] = True,
-    device_map: Annotated[
-        str | None, typer.Option(help="As in `from_pretrained`; 'auto' by default where there is a GPU.")
-    ] = None,
+    device_map: DeviceMap = None,
     minimum_length: Annotated[
         float | None,
         typer.Option(min=1.0, help="Accepted length to reach. [default: 40 % of the head's published drafts]"),

@@ -1,10 +1,21 @@
-"""What the commands of `hf-treespec` share: readable errors, and loading of models."""
+"""What the commands of `hf-treespec` share: options, readable errors, and loading of models."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Annotated
 
 import typer
 from rich.console import Console
+
+
+Drafter = Annotated[str, typer.Option(help="As in `TreeConfig`; 'ngram' needs neither model nor head.")]
+Dtype = Annotated[str, typer.Option(help="As in `from_pretrained`.")]
+DeviceMap = Annotated[
+    str | None, typer.Option(help="As in `from_pretrained`; 'auto' by default where there is a GPU.")
+]
+Chat = Annotated[
+    bool | None, typer.Option("--chat/--raw", help="Whether to use the chat template; by default if there is one.")
+]
 
 
 @contextmanager

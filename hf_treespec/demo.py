@@ -180,8 +180,8 @@ def _verdict(decodings: list[Decoding]) -> str:
 class WatchedGenerator(AssistantTreeGenerator):
     """Drafts as its base does, and remembers every round of row 0, the first one from `position` on."""
 
-    def __init__(self, assistant_model, tree_config: TreeConfig, position: int) -> None:
-        super().__init__(assistant_model, tree_config, rows=1)
+    def __init__(self, assistant_model, tree_config: TreeConfig, target_cache: TreeCache, position: int) -> None:
+        super().__init__(assistant_model, tree_config, target_cache)
         self.rounds: list[Round] = []
         self._position = position
 
@@ -203,7 +203,7 @@ def decode_rounds(
     """The first `count` rounds after a prompt `[1, P]`, fewer if the text ends with the token `end`."""
     lengths, depth = torch.tensor([input_ids.shape[1] - 1]), tree_config.resolved_depth
     cache = TreeCache(target.config, rows=1, spare=max(DEFAULT_SPARE, depth + 1))
-    watched = WatchedGenerator(draft, tree_config, int(lengths))
+    watched = WatchedGenerator(draft, tree_config, cache, int(lengths))
     prefill_once(target, cache, input_ids, lengths, None, watched, copies=1)
     texts = Texts(input_ids, torch.zeros_like(lengths), limit=count * (depth + 1) + depth)
     verifier = Verifier(TokenSelector(texts), None if end is None else torch.tensor([end]))

@@ -310,7 +310,7 @@ class Drafting:
             return RootGenerator()
         from .drafting.assistant import AssistantTreeGenerator
 
-        return AssistantTreeGenerator(self.assistant_model, config, cache.rows, threshold, self.chunk_size)
+        return AssistantTreeGenerator(self.assistant_model, config, cache, threshold, self.chunk_size)
 
 
 def draft_depth(tree_config: TreeConfig, head=None) -> int:
@@ -470,7 +470,7 @@ def decode_rows(
             return
         with stats.timed("draft"):
             generator.update(verdict.path, accepted, verdict.selection.tokens)
-            budget.end(live_rows, on_host)
+            budget.end(live_rows, on_host, timed=not rounds.capturing)
         if kept is not None:
             roots = roots[kept]
         if refill is not None:

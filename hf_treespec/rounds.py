@@ -66,6 +66,11 @@ class Rounds:
             # One number of columns for the whole call, which no draft has a say in.
             cache.reserve(longest + self.nodes)
 
+    @property
+    def capturing(self) -> bool:
+        """Whether the last forward was captured, which takes far longer than a round."""
+        return self.graphs is not None and self.graphs.capturing
+
     @contextmanager
     def fork(self, tree: TokenTree, rows: Tensor | None) -> Iterator[Fork]:
         """`cache.fork`, for a tree that may get padding nodes."""
@@ -104,7 +109,8 @@ class ForwardGraphs:
 
     def __init__(self, model: nn.Module, cache: TreeCache, taps: StreamTaps | None, record: Record) -> None:
         self.model, self.cache, self.taps, self.record = model, cache, taps, record
-        self.failed = False
+        # Whether the last call captured: what it took is no round's cost.
+        self.failed = self.capturing = False
         self._seen: set[tuple] = set()
         self._captured: OrderedDict[tuple, tuple] = OrderedDict()
 
@@ -114,10 +120,11 @@ class ForwardGraphs:
         rows = torch.arange(len(fork.lengths), device=device) if fork.rows is None else fork.rows
         inputs = (tree.tokens, tree.paths, tree.valid, rows, fork.lengths)
         key = (*tree.paths.shape, self.cache.capacity)
+        self.capturing = not self.failed and key in self._seen and key not in self._captured
         if self.failed or key not in self._seen:
             self._seen.add(key)
             return None, None
-        if key not in self._captured and not self._capture(key, inputs):
+        if self.capturing and not self._capture(key, inputs):
             return None, None
         self._captured.move_to_end(key)
         buffers, replay, (logits, scratch, streams) = self._captured[key]

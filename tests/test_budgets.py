@@ -15,8 +15,9 @@ from hf_treespec.budgeting.cost import CostController
 from hf_treespec.budgeting.costs import CostTable, DraftPoint, FunctionCosts, VerifyPoint
 from hf_treespec.budgeting.fallback import Fallback
 from hf_treespec.budgeting.fit import fit_costs, held_out_error
+from hf_treespec.budgeting.hindsight import sweep
 from hf_treespec.budgeting.libra import LibraController, libra_lengths
-from hf_treespec.budgeting.replaying import RecordedTexts, replay, sweep
+from hf_treespec.budgeting.replaying import RecordedTexts, replay
 from hf_treespec.budgeting.rounds import RoundRecords
 
 

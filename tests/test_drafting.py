@@ -5,6 +5,7 @@ the assistant's own forward, without a cache, while a made-up target accepts ran
 """
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -84,7 +85,7 @@ def test_drafts_are_the_assistants_own(kind, top_k, depth):
         hf_treespec.enable(assistant)
     texts = random_texts(generator(1), (21, 9, 2))
     config = TreeConfig(budget=8, depth=depth, top_k=top_k)
-    target = MadeUpTarget(AssistantTreeGenerator(assistant, config, 3, chunk_size=8), texts)
+    target = MadeUpTarget(AssistantTreeGenerator(assistant, config, SimpleNamespace(rows=3), chunk_size=8), texts)
     deepest = 0
     for index in range(14):
         rows = [0, 1, 2] if index < 8 else [2, 0]  # a finished row leaves
@@ -116,7 +117,9 @@ def test_a_rows_trees_do_not_depend_on_its_batch(sure_of_some, threshold):
 
     def trees(rows: list[int]):
         target = MadeUpTarget(
-            AssistantTreeGenerator(sure_of_some, config, len(rows), threshold), [texts[row] for row in rows], rows
+            AssistantTreeGenerator(sure_of_some, config, SimpleNamespace(rows=len(rows)), threshold),
+            [texts[row] for row in rows],
+            rows,
         )
         for _ in range(12):
             tree = target.round(5, list(range(len(rows))))

@@ -15,7 +15,7 @@ from oracle import generator, random_texts
 import hf_treespec
 from hf_treespec import TreeConfig
 from hf_treespec.bench.replay import record, record_rounds, replay
-from hf_treespec.budgeting import fallback, replaying, speckv
+from hf_treespec.budgeting import fallback, hindsight, replaying, speckv
 from hf_treespec.budgeting.controllers import FixedController
 from hf_treespec.budgeting.cost import CostController
 from hf_treespec.budgeting.costs import CostTable, DraftPoint, FunctionCosts, VerifyPoint
@@ -136,7 +136,7 @@ def test_fallback_switches_and_says_so(model, drafter, ticking, caplog):
         seconds["round"] = 9.0 if levels else 1.0
         return levels
 
-    def end(self, rows, emitted, original=RoundBudget.end):
+    def end(self, rows, emitted, original=RoundBudget.end, **options):
         seconds["now"] += seconds["round"]
         original(self, rows, emitted)
 
@@ -182,7 +182,7 @@ def test_dense_records_replay_live_rounds(model, drafter):
     live = replay(recording, model, assistant, config)
     costs = FunctionCosts(lambda n, b, c: 1 + 0.1 * n, lambda levels, w, b: 0.2 * levels)
     walked = replaying.replay(dense, lambda: FixedController(8), costs, 4)
-    swept = replaying.sweep(dense, costs, 8)[4, 8]
+    swept = hindsight.sweep(dense, costs, 8)[4, 8]
     assert walked.rounds.tolist() == swept.rounds.tolist() and walked.seconds == pytest.approx(swept.seconds)
     # Estimates are learned along other rounds, so a tie of two candidates may fall otherwise.
     assert np.abs(walked.rounds - np.array([live.row_rounds[row] for row in range(3)])).max() <= 1

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_treespec
 from hf_treespec import TokenTree, TreeConfig, ops, rounds
+from hf_treespec.budgeting.live import RoundBudget
 from hf_treespec.fork import Fork
 
 
@@ -162,17 +163,26 @@ def recorders(monkeypatch):
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "seeds": [1, 2, 3]}])
-def test_replayed_rounds_write_the_same(model, drafter, recorders, options):
+def test_replayed_rounds_write_the_same(model, drafter, recorders, monkeypatch, options):
+    untimed = []
+
+    def end(self, rows, emitted, timed=True, original=RoundBudget.end):
+        untimed.append(not timed)
+        original(self, rows, emitted, timed)
+
+    monkeypatch.setattr(RoundBudget, "end", end)
     texts = random_texts(generator(4), (19, 30, 8))
     plain = {**TREE, "cuda_graphs": False}
     expected = run(model, texts, 40, tree_config=plain, assistant_model=drafter, **options)
-    assert not recorders
+    assert not recorders and not any(untimed)
     output = run(model, texts, 40, tree_config=TREE, assistant_model=drafter, **options)
     assert torch.equal(output[0].sequences, expected[0].sequences)
     assert output[0].tree_stats["accepted_lengths"] == expected[0].tree_stats["accepted_lengths"]
     (recorder,) = recorders
     # One per power of two of rows, and of capacity.
     assert 1 <= recorder.captures <= 6 and recorder.replays > recorder.captures
+    # What a capture takes is not taken for what a round takes.
+    assert sum(untimed) == recorder.captures
 
 
 def test_a_heads_streams_are_replayed(target, recorders):

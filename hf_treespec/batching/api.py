@@ -212,8 +212,9 @@ def _requests(model, inputs, configs, tree_config, options) -> list[Request]:
             errors.append(error)
         copies = 1 if prompt is None else prompt.config.num_return_sequences or 1
         names = [*(f"req_{number}__child#{child}" for child in range(copies - 1)), f"req_{number}"]
+        ids = list(tokens) if isinstance(tokens, list | tuple) else []
         for name in names:
-            output = GenerationOutput(name, prompt_ids=list(tokens), error=str(errors[-1]) if prompt is None else None)
+            output = GenerationOutput(name, prompt_ids=ids, error=str(errors[-1]) if prompt is None else None)
             requests.append(Request(prompt, output, key=id(config)))
     if len(errors) == len(inputs):
         raise errors[0]

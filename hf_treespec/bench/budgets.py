@@ -20,8 +20,9 @@ from rich.table import Table
 from ..budgeting import speckv
 from ..budgeting.cost import CostController
 from ..budgeting.costs import CostTable, FunctionCosts, RoundCosts
+from ..budgeting.hindsight import sweep
 from ..budgeting.libra import LibraController
-from ..budgeting.replaying import RecordedTexts, Replay, replay, sweep
+from ..budgeting.replaying import RecordedTexts, Replay, replay
 from ..budgeting.rounds import RoundRecords
 from ..config import TreeConfig
 from ..heads import DraftHead, load_head

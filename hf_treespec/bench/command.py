@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..command_line import load, load_target, numbers, readable_errors, ships_head
+from ..command_line import Chat, DeviceMap, Dtype, load, load_target, numbers, readable_errors, ships_head
 
 
 # The sweep of "Tree speculation on DeepSeek-V4" (arXiv 2609.24698); MT-Bench stands in for ShareGPT, whose licence is
@@ -54,13 +54,9 @@ def bench(
     limit: Annotated[int | None, typer.Option(min=1, help="Prompts per set.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens per prompt.")] = 128,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Write on to the limit.")] = False,
-    chat: Annotated[
-        bool | None, typer.Option("--chat/--raw", help="Whether to use the chat template; by default if there is one.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="As in `from_pretrained`.")] = "auto",
-    device_map: Annotated[
-        str | None, typer.Option(help="As in `from_pretrained`; 'auto' by default where there is a GPU.")
-    ] = None,
+    chat: Chat = None,
+    dtype: Dtype = "auto",
+    device_map: DeviceMap = None,
     plots: Annotated[bool, typer.Option("--plots/--no-plots", help="Whether to draw; needs matplotlib.")] = True,
 ) -> None:
     """Measure speed and accepted length of trees, chains, plain and stock decoding, in turns on the same prompts."""

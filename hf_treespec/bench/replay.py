@@ -162,7 +162,7 @@ def replay(
     depth, stats, rows = draft_depth(tree_config, head), RowStats(), len(recording.tokens)
     cache = TreeCache(model.config, rows, depth + 1, head_layers=0 if head is None else len(head.layers))
     if head is None:
-        generator = AssistantTreeGenerator(drafter, tree_config, rows)
+        generator = AssistantTreeGenerator(drafter, tree_config, cache)
     else:
         generator = (generator_class or HeadTreeGenerator.of(head))(model, head, cache, tree_config)
     generator.noise = None if noise is None else noise(cache)

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..command_line import load, load_target, numbers, readable_errors
+from ..command_line import load_target, numbers, readable_errors
 
 
 def simulate(
@@ -131,15 +131,13 @@ def _recorded(path: Path, models, prompts: list[str], limit: int, max_new_tokens
 def _record(path, chain_path, model, assistant, prompts, limit, max_new_tokens, depth, top_k):
     from ..budgeting.rounds import RoundRecords
     from ..config import TreeConfig
+    from ..demo import load_draft
     from ..heads import head_of
-    from ..modeling import enable, is_enabled
     from ..prompts import encode_prompts, load_prompts
     from .replay import observe, record, record_rounds
 
     target, tokenizer = load_target(model, "auto", None)
-    draft = head_of(target, None) if assistant is None else load(assistant, "auto", None)
-    if assistant is not None and draft.config.model_type == "deepseek_v4" and not is_enabled(draft):
-        enable(draft)
+    draft = head_of(target, None) if assistant is None else load_draft(assistant)
     parts: dict[int, list[RoundRecords]] = {top_k: [], 1: []}
     for source in prompts:
         texts = [row["prompt"] for row in load_prompts(source)[:limit]]

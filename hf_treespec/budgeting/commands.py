@@ -8,21 +8,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..command_line import load, numbers, readable_errors, ships_head
+from ..command_line import DeviceMap, Drafter, Dtype, load, numbers, readable_errors, ships_head
 
 
 Model = Annotated[str, typer.Option(help="DeepSeek-V4 target: a local folder or an id on the Hub.")]
 Assistant = Annotated[
     str | None, typer.Option(help="Draft model; without one, the head in the target's checkpoint drafts.")
 ]
-Drafter = Annotated[str, typer.Option(help="As in `TreeConfig`; 'ngram' needs neither model nor head.")]
 Budget = Annotated[int, typer.Option(min=2, help="Nodes per row, at most, the root included.")]
 Depth = Annotated[int | None, typer.Option(help="Drafted levels, at most. [default: by budget]")]
 TopK = Annotated[int | None, typer.Option(help="Children per expanded node. [default: by budget]")]
-Dtype = Annotated[str, typer.Option(help="As in `from_pretrained`.")]
-DeviceMap = Annotated[
-    str | None, typer.Option(help="As in `from_pretrained`; 'auto' by default where there is a GPU.")
-]
 
 
 def profile(

@@ -93,3 +93,10 @@ class Outcomes:
             verify = self.costs.verify(np.arange(1, self.budget + 1), rows, context // 64 * 64 + 32)
             self._seconds[key] = draft[:, None] + verify
         return self._seconds[key]
+
+
+def sweep(texts: RecordedTexts, costs: RoundCosts, budget: int) -> dict[tuple[int, int], Replay]:
+    """Every fixed (depth, budget) up to `budget` nodes, each text alone; `budget=1` is key (0, 1)."""
+    outcomes = Outcomes(texts, costs, budget - 1, budget)
+    shapes = [(depth, nodes) for depth in range(1, outcomes.depth + 1) for nodes in range(depth + 1, budget + 1)]
+    return {shape: outcomes.fixed(*shape) for shape in [(0, 1), *shapes]}

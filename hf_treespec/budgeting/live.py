@@ -80,15 +80,16 @@ class RoundBudget:
             self.drafted_rounds += len(emitted)
             self.accepted_drafts += sum(emitted) - len(emitted)
 
-    def end(self, rows: list[int], emitted: list[int]) -> None:
-        """Ends the round, in which the physical `rows` emitted so many tokens each."""
+    def end(self, rows: list[int], emitted: list[int], timed: bool = True) -> None:
+        """Ends the round, in which the physical `rows` emitted so many tokens each; `timed` says whether what it took is
+        what such rounds take."""
         now = self._now()
-        if self._measuring:
+        if self._measuring and timed:
             self.controller.timed(self._columns, self._drafted - self._start, now - self._drafted)
         if self.controller is not None and self._asked:
             self.controller.observe(rows, emitted)
         # Rounds that measure do not speculate as well as they could.
-        if self.fallback is not None and not self._measuring:
+        if self.fallback is not None and timed and not self._measuring:
             self.fallback.observe(self._batch, sum(emitted), now - self._start, self._levels == 0)
 
     def stats(self, texts: Texts) -> dict:

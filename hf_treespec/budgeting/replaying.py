@@ -140,37 +140,3 @@ def play(texts: RecordedTexts, rows: np.ndarray, controller: BudgetController, c
     if not levels:
         return 0, Choice(np.ones(len(rows), dtype=np.int64), 1)
     return levels, controller.choose(texts.probabilities[rows][:, texts.slot_depths <= levels])
-
-
-def sweep(texts: RecordedTexts, costs: RoundCosts, budget: int) -> dict[tuple[int, int], Replay]:
-    """Every fixed (depth, budget) up to `budget` nodes, each text alone; `budget=1` is key (0, 1)."""
-    results = {}
-    for depth in range(texts.depth + 1):
-        probabilities = np.where(texts.slot_depths <= depth, texts.probabilities, 0)
-        order = (-probabilities).argsort(1, kind="stable")
-        accepted = np.take_along_axis(texts.accepted & (probabilities > 0), order, 1).cumsum(1)
-        for nodes in range(depth + 1, budget + 1) if depth else [1]:
-            gained = accepted[:, min(nodes - 1, accepted.shape[1]) - 1] if depth else np.zeros(len(order), dtype=int)
-            results[depth, nodes] = _sweep_one(texts, costs, depth, nodes, 1 + gained)
-    return results
-
-
-def _sweep_one(texts: RecordedTexts, costs: RoundCosts, depth: int, nodes: int, emitted: np.ndarray) -> Replay:
-    results, emitted, contexts = [], emitted.tolist(), texts.contexts.tolist()
-    # Few levels have few candidates.
-    widths = [min(nodes, 1 + int((texts.slot_depths <= levels).sum())) for levels in range(depth + 1)]
-    seconds_of: dict[tuple[int, int], float] = {}
-    for start, length in zip(texts.starts.tolist(), texts.lengths.tolist()):
-        position = seconds = rounds = verified = 0
-        while position < length:
-            row = start + position
-            levels = min(depth, length - position - 1)
-            width, place = widths[levels], (levels, contexts[row])
-            if place not in seconds_of:
-                seconds_of[place] = costs.round(levels, texts.width, np.array([width]), width, contexts[row])
-            seconds += seconds_of[place]
-            position += emitted[row]
-            rounds += 1
-            verified += width
-        results.append((length, seconds, rounds, verified))
-    return Replay(*(np.array(values) for values in zip(*results)))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..cache import TreeCache
 from ..config import TreeConfig
-from ..fork import DEFAULT_SPARE
+from ..fork import DEFAULT_SPARE, ForkableCache
 from ..modeling import device_of
 from ..ops import kernels_fit
 from ..prefill import prefill
@@ -22,7 +22,7 @@ class AssistantTreeGenerator(LevelTreeGenerator):
     Args:
         assistant_model: a causal language model of the target's vocabulary; DeepSeek-V4 ones must be enabled.
         tree_config: budget, and `top_k` candidates per expanded node as well as expanded nodes per level.
-        rows: number of requests.
+        target_cache: of the target: what it has committed is what is to be read.
         confidence_threshold: candidates below this estimated path probability are not expanded.
         chunk_size: prompt tokens per prefill forward.
     """
@@ -31,14 +31,14 @@ class AssistantTreeGenerator(LevelTreeGenerator):
         self,
         assistant_model,
         tree_config: TreeConfig,
-        rows: int,
+        target_cache: ForkableCache,
         confidence_threshold: float = 0.0,
         chunk_size: int | None = None,
     ) -> None:
-        config = assistant_model.config
+        config, rows = assistant_model.config, target_cache.rows
         device = device_of(assistant_model)
         super().__init__(tree_config, config.get_text_config().vocab_size, rows, device, confidence_threshold)
-        self.model = assistant_model
+        self.model, self.target_cache = assistant_model, target_cache
         self.chunk_size = chunk_size
         spare = max(DEFAULT_SPARE, tree_config.resolved_depth + 3)
         if config.model_type == "deepseek_v4":
@@ -53,8 +53,8 @@ class AssistantTreeGenerator(LevelTreeGenerator):
         # A token the target committed that the assistant has not read: the deepest accepted node, never expanded.
         self.pending = torch.zeros(rows, dtype=torch.long, device=self.device)
         self.has_pending = torch.zeros(rows, dtype=torch.bool, device=self.device)
-        # Committed in rounds without a draft since the last one with a draft: rows and their tokens, `[B]` each.
-        self._skipped: list[tuple[Tensor, Tensor]] = []
+        # Whether tokens were committed in rounds without a draft since the last one with a draft.
+        self._behind = False
 
     def begin(self, tokens: Tensor, lengths: Tensor) -> None:
         tokens, lengths = tokens.to(self.device), lengths.to(self.device)
@@ -64,8 +64,6 @@ class AssistantTreeGenerator(LevelTreeGenerator):
         super().restart(rows)
         rows = rows.to(self.device)
         self.has_pending[rows] = False
-        others = torch.ones_like(self.has_pending).index_fill(0, rows, False)
-        self._skipped = [(places[others[places]], tokens[others[places]]) for places, tokens in self._skipped]
         self.cache.rewind(self.cache.lengths.index_fill(0, rows, 0))
 
     def copy_rows(self, sources: Tensor, targets: Tensor) -> None:
@@ -78,9 +76,9 @@ class AssistantTreeGenerator(LevelTreeGenerator):
         rows = None if rows is None else rows.to(self.device)
         physical = torch.arange(len(roots), device=self.device) if rows is None else rows
         if depth == 0:
-            self._pool, self._unread = None, (physical, roots)
+            self._pool = None
             return TokenTree.chain(roots[:, None].to(target_device))
-        if self._skipped:
+        if self._behind:
             self._catch_up(physical)
         limits = torch.full_like(roots, depth) if limits is None else limits.to(self.device)
         self._fork = self._round.enter_context(self.cache.fork(self._stem(physical, roots), rows))
@@ -91,20 +89,11 @@ class AssistantTreeGenerator(LevelTreeGenerator):
 
     def _catch_up(self, rows: Tensor) -> None:
         """Reads what `rows` `[B]`, all that still decode, committed without a draft."""
-        starts, counts = self.cache.lengths, self.has_pending.long()
-        width = len(self._skipped) + 1
-        # Of each row the pending token, if there is one, and what it committed since: rows may have entered meanwhile.
-        unread = torch.nn.functional.pad(self.pending[:, None], (0, width - 1))
-        for places, tokens in self._skipped:
-            unread[places, counts[places]] = tokens
-            counts[places] += 1
-        # By position, as prompts stand.
-        texts = torch.zeros(len(starts), self.cache.length_bound + width, dtype=torch.long, device=self.device)
-        texts.scatter_(1, starts[:, None] + torch.arange(width, device=self.device), unread)
-        ends = starts.index_copy(0, rows, (starts + counts)[rows])
-        prefill(self.model, self.cache, texts, ends, self.chunk_size)
+        tokens, lengths = self.target_cache.token_ids.to(self.device), self.target_cache.lengths.to(self.device)
+        ends = self.cache.lengths.index_copy(0, rows, lengths[rows])
+        prefill(self.model, self.cache, tokens, ends, self.chunk_size)
         self.has_pending = self.has_pending.index_fill(0, rows, False)
-        self._skipped = []
+        self._behind = False
 
     def _stem(self, rows: Tensor, roots: Tensor) -> TokenTree:
         """The first nodes of a round: the pending token where there is one, and the root."""
@@ -122,7 +111,7 @@ class AssistantTreeGenerator(LevelTreeGenerator):
     def update(self, path: Tensor, path_lengths: Tensor, predicted: Tensor) -> None:
         pool = self._pool
         if pool is None:
-            self._skipped.append(self._unread)
+            self._behind = True
             return
         path, path_lengths, predicted = (t.to(self.device) for t in (path, path_lengths, predicted))
         committed = torch.arange(path.shape[1], device=self.device) < path_lengths[:, None]
