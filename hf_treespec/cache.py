@@ -75,6 +75,11 @@ class TreeCacheLayer(CacheLayerMixin):
                 if getattr(stream, name) is not None:
                     yield stream, name, getattr(stream, name)
 
+    def rings(self) -> Iterator[tuple[object, str, str]]:
+        """Every ring as `(owner, attribute, name in the scratch)`."""
+        yield self, "window", "window"
+        yield from ((stream, "ring", name) for name, stream in self.streams.items())
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise ValueError("A `TreeCache` layer is allocated by its fork. Call `hf_treespec.enable(model)` first.")
 
@@ -179,18 +184,29 @@ class TreeCache(ForkableCache):
         return state, self.open_fork.append(layer_idx, name, projections)
 
     def commit(self, fork: Fork, plan: CommitPlan) -> None:
+        # Rings of a kind, as `(owner, attribute, scratch)`.
+        kinds: dict[tuple, list[tuple[object, str, Tensor]]] = {}
         for layer_idx, layer in enumerate(self.layers):
             if fork.scratch(layer_idx, "window") is None:
                 continue
-            device = layer.window.device
-            writes = [(layer.window, fork.scratch(layer_idx, "window"), *plan.ring(layer.window.shape[1], device))]
+            device, writes = layer.window.device, []
+            for owner, attribute, name in layer.rings():
+                ring, scratch = getattr(owner, attribute), fork.scratch(layer_idx, name)
+                if plan.joins(device):
+                    kind = (name, ring.shape, ring.dtype, device)
+                    kinds.setdefault(kind, []).append((owner, attribute, scratch))
+                else:
+                    writes.append((ring, scratch, *plan.ring(ring.shape[1], device)))
             for name, state in layer.streams.items():
-                writes.append((state.ring, fork.scratch(layer_idx, name), *plan.ring(state.ring.shape[1], device)))
                 entries = fork.scratch(layer_idx, f"{name}.entries")
                 places = plan.entries(state.ratio, state.entries.shape[1], device) if entries.shape[1] else ((), ())
                 if len(places[0]):
                     writes.append((state.entries, entries, *places))
             plan.write(writes, device)
+        for (*_, device), members in kinds.items():
+            rings = _joined([member[:2] for member in members])
+            scratch = torch.stack([scratch for *_, scratch in members])
+            ops.scatter_path(rings, scratch, *plan.ring(rings.shape[2], device), layers=True)
 
     def attention_mask(self, fork: Fork) -> dict[str, None]:
         """A mask dict without a mask: swapped attention needs none, and the model skips building its own."""
@@ -200,6 +216,20 @@ class TreeCache(ForkableCache):
         for layer in self.layers:
             for stream in layer.streams.values():
                 stream.grow(capacity)
+
+
+def _joined(states: list[tuple[object, str]]) -> Tensor:
+    """States of one shape, each an attribute of its owner, as the one tensor `[L, ...]` that they are parts of from now on.
+
+    What is known of it is in the parts: whatever makes a state anew, it is joined again the next time.
+    """
+    parts = [getattr(owner, attribute) for owner, attribute in states]
+    whole = parts[0]._base
+    if whole is None or len(whole) != len(parts) or any(part._base is not whole for part in parts):
+        whole = torch.stack(parts)
+        for (owner, attribute), part in zip(states, whole):
+            setattr(owner, attribute, part)
+    return whole
 
 
 def _shape(config) -> tuple:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import Cache
 
 from . import ops, snapshots
+from .ops.geometry import LONG_CHAIN
 from .tree import TokenTree
 
 
@@ -183,6 +184,10 @@ class CommitPlan:
 
     def _listed(self, device: torch.device) -> bool:
         return self._fork.fixed or self._on_kernels(device)
+
+    def joins(self, device: torch.device) -> bool:
+        """Whether rings are written together for several layers: a long path would be copied once more for that."""
+        return not self._listed(device) and self._path.shape[1] <= LONG_CHAIN
 
     def write(self, writes: list[tuple[Tensor, Tensor, Tensor, Tensor]], device: torch.device) -> None:
         """Writes of `ops.scatter_path` to state on one device, in this order; kernels make one launch of them."""

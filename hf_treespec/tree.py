@@ -110,21 +110,33 @@ class TokenTree:
         on_path = self._paths[:, start:stop].gather(2, depths) == ancestors[:, None]
         return on_path & (ancestors >= 0)[:, None]
 
+    def ancestry(self, start: int, stop: int) -> Tensor:
+        """`is_ancestor` of all nodes: which lie on the paths of nodes `start .. stop - 1`, `[B, stop - start, N]`."""
+        batch, count = self.tokens.shape
+        if self.is_chain:
+            nodes = torch.arange(count, device=self.tokens.device)
+            return (nodes <= nodes[start:stop, None]).expand(batch, -1, -1)
+        # One column more, the first, takes what is below a node.
+        places = self._paths[:, start:stop] + 1
+        table = torch.zeros(batch, stop - start, count + 1, dtype=torch.bool, device=places.device)
+        return table.scatter_(2, places, True)[..., 1:]
+
     def grow(self, tokens: Tensor, parents: Tensor, valid: Tensor) -> "TokenTree":
-        """This tree with one more level: `tokens`, `parents` (node numbers) and `valid` are `[B, M]`."""
+        """This tree with one more level: `tokens`, `parents` (node numbers) and `valid` are `[B, M]`.
+
+        Padding nodes of the new level carry and see what they would if they were real: nothing reads what comes of them.
+        """
         batch, count = self.tokens.shape
         nodes = torch.arange(count, count + tokens.shape[1], device=tokens.device).expand_as(tokens)
         batch_index = torch.arange(batch, device=tokens.device)[:, None]
         above = torch.nn.functional.pad(self.paths, (0, 1), value=-1)
         depths = self.depths.gather(1, parents) + 1
-        paths = above[batch_index, parents].scatter(2, depths[..., None], nodes[..., None])
-        paths = torch.where(valid[..., None], paths, _padding_paths(nodes, self.max_depth + 1))
-        tokens = torch.where(valid, tokens, self.tokens[:, :1])
+        paths = above[batch_index, parents].scatter_(2, depths[..., None], nodes[..., None])
         grown = TokenTree(
             torch.cat([self.tokens, tokens], 1), torch.cat([above, paths], 1), torch.cat([self.valid, valid], 1)
         )
         # Known here; else they are searched for in the paths of all nodes.
-        grown._depths = torch.cat([self.depths, torch.where(valid, depths, 1)], 1)
+        grown._depths = torch.cat([self.depths, depths], 1)
         return grown
 
     def padded(self, count: int, max_depth: int) -> "TokenTree":

@@ -95,8 +95,8 @@ def test_refresh_interrupted_between_any_two_writes(model, in_round, error, afte
     cache, texts, tree, path, lengths = in_round
     assert int(lengths.max()) > 4
     writes = number_of_writes(model, filled_cache(model, texts), tree, path, lengths)
-    # Token ids, a window per layer, and what the streams of CSA and HCA layers hold.
-    assert writes >= 1 + 4 + 2 * 2 * 2 + 2
+    # Token ids, the four kinds of rings, and the entries of CSA layers' streams.
+    assert writes >= 1 + 4 + 2 * 2
     # What the old length needs, and as far back as a rewind may go once `written` counts the interrupted path.
     extra = (cache.spare - lengths).tolist()
     before = [valid_state(cache, row, extra[row]) for row in range(2)]

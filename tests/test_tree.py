@@ -123,8 +123,11 @@ def test_growing_level_by_level_is_from_parents(rows):
             assert tree.tokens[row, grown] == tokens[node]
         padding = set(range(tree.tokens.shape[1])) - {grown for _, grown in kept[row]}
         for node in padding:
-            assert tree.paths[row, node].tolist() == [node if d == 1 else -1 for d in range(tree.max_depth + 1)]
-            assert tree.tokens[row, node] == tokens[0] and not tree.valid[row, node]
+            assert not tree.valid[row, node]
+        for stop in (1, tree.tokens.shape[1]):
+            nodes = torch.arange(tree.tokens.shape[1])
+            expected = tree.is_ancestor(nodes.expand(len(rows), -1), stop - 1, stop)
+            assert torch.equal(tree.ancestry(stop - 1, stop), expected)
 
 
 @given(st.integers(1, 6), st.data())

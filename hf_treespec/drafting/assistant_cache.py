@@ -94,19 +94,17 @@ class AssistantCache(ForkableCache):
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _mask(self, fork: Fork, window: int | None) -> Tensor:
-        geometry = fork.geometry(fork.lengths.device)
-        tree, start, stop = fork.tree, geometry.start, geometry.stop
-        slots = torch.arange(fork.max_length, device=fork.lengths.device)
-        committed = (slots < fork.lengths[:, None])[:, None] & tree.valid[:, start:stop, None]
-        nodes = torch.arange(stop, device=fork.lengths.device).expand(len(fork.lengths), -1)
-        visible = tree.is_ancestor(nodes, start, stop)
+        tree, start, device = fork.tree, fork.start, fork.lengths.device
+        stop = tree.tokens.shape[1]
+        slots = torch.arange(fork.max_length, device=device)
+        committed, nodes = (slots < fork.lengths[:, None])[:, None], tree.ancestry(start, stop)
         if window is not None:
-            positions = geometry.positions[:, start:stop, None]
-            committed = committed & (slots > positions - window)
-            visible = visible & (positions - geometry.positions[:, None] < window)
-        visible = torch.cat([committed, visible], -1)[:, None]
+            positions = fork.geometry(device).positions
+            committed = committed & (slots > positions[:, start:stop, None] - window)
+            nodes = nodes & (positions[:, start:stop, None] - positions[:, None] < window)
+        visible = torch.cat([committed.expand(-1, stop - start, -1), nodes], -1)[:, None]
         lowest = torch.finfo(self.dtype).min
-        return torch.zeros(visible.shape, dtype=self.dtype, device=visible.device).masked_fill(~visible, lowest)
+        return torch.zeros(visible.shape, dtype=self.dtype, device=device).masked_fill_(~visible, lowest)
 
     def grow(self, capacity: int) -> None:
         for layer in self.layers:

@@ -90,7 +90,7 @@ class CandidatePool:
         size, tokens = self.scores.shape[1], self._tokens[-1]
         level_size = tokens.shape[1]
         scores, place = self.scores[:, -level_size:].topk(min(width, level_size), dim=1)
-        worth = (scores >= lowest) & (scores > float("-inf")) & allowed
+        worth = (scores >= lowest if lowest > float("-inf") else scores > lowest) & allowed
         if size > count:
             worth &= scores > self.scores[:, 1:].topk(count, dim=1).values[:, -1:]
         self.frontiers.append((place + (size - level_size), worth))

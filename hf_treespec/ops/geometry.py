@@ -194,9 +194,8 @@ class TreeGeometry:
         slots = torch.arange(ring_size, device=self.lengths.device)
         held = newest - (newest - slots) % ring_size  # [B, R], the newest committed position of each slot
         committed = (held >= 0)[:, None] & (held[:, None] > positions - window) & self.tree.valid[:, start:stop, None]
-        nodes = torch.arange(self.stop, device=self.lengths.device).expand(len(self.lengths), -1)
         near = positions - self.positions[:, None] < window
-        return torch.cat([committed, self.tree.is_ancestor(nodes, start, stop) & near], -1)
+        return torch.cat([committed, self.tree.ancestry(start, stop) & near], -1)
 
     def column_bias(self, start: int, stop: int, window: int, ring_size: int, ratio: int) -> Tensor:
         """`window_bias` and `entry_bias` side by side."""

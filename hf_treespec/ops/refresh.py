@@ -4,7 +4,9 @@ import torch
 from torch import Tensor
 
 
-def scatter_path(state: Tensor, scratch: Tensor, target: Tensor, source: Tensor, skips: bool = False) -> None:
+def scatter_path(
+    state: Tensor, scratch: Tensor, target: Tensor, source: Tensor, skips: bool = False, layers: bool = False
+) -> None:
     """Writes rows of `scratch` into `state`, in place.
 
     Args:
@@ -14,12 +16,14 @@ def scatter_path(state: Tensor, scratch: Tensor, target: Tensor, source: Tensor,
         source: where each comes from in those of `scratch`, `[M]`.
         skips: places that are not to be written are among the targets, as their complement `~place`. (The kernel, which
             takes several writes at once, always looks.)
+        layers: `state` and `scratch` have one more dimension in front, of layers that are written alike.
     """
-    values = scratch.flatten(0, 1).index_select(0, source).to(state.dtype)
-    state = state.view(-1, *state.shape[2:])
+    rows = int(layers)
+    values = scratch.flatten(rows, rows + 1).index_select(rows, source).to(state.dtype)
+    state = state.view(*state.shape[:rows], -1, *state.shape[rows + 2 :])
     if skips:
         # What is there is written once more: the number of writes is fixed.
-        skipped = (target < 0).view(-1, *[1] * (state.dim() - 1))
+        skipped = (target < 0).view(-1, *[1] * (state.dim() - rows - 1))
         target = torch.where(target < 0, ~target, target)
-        values = torch.where(skipped, state.index_select(0, target), values)
-    state.index_copy_(0, target, values)
+        values = torch.where(skipped, state.index_select(rows, target), values)
+    state.index_copy_(rows, target, values)
