@@ -148,6 +148,9 @@ def train_head(
     ] = None,
     seed: int = 0,
     bf16: Annotated[bool, typer.Option(help="Multiply in bf16 while training.")] = False,
+    teacher_temperature: Annotated[
+        float, typer.Option(min=0.1, help="Of the model's distributions; below 1 favours its first choices.")
+    ] = 0.5,
     dtype: Annotated[str, typer.Option(help="Of the model, as in `from_pretrained`.")] = "auto",
     device_map: DeviceMap = None,
 ) -> None:
@@ -171,7 +174,7 @@ def train_head(
                 f"{', '.join(given)}: {place}; drop what is given, or train a new head of `--kind dspark`."
             )
         work_dir = output / "training" if work_dir is None else work_dir
-        sizes = (max_new_tokens, max_length, steps, batch_size, learning_rate, seed, bf16)
+        sizes = (max_new_tokens, max_length, steps, batch_size, learning_rate, seed, bf16, teacher_temperature)
         run(Console(), *load_target(model, dtype, device_map), kind, data, output, work_dir, initial, settings, *sizes)
 
 

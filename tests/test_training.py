@@ -73,7 +73,7 @@ def test_the_loss_sees_what_drafting_computes(target, kind, monkeypatch):
     monkeypatch.setattr(losses, "_divergence", compare)
     learner = train._Learner(target, head)
     with torch.no_grad():
-        features = learner._see([text.tolist(), text.tolist()[:7]])
+        features = learner._see([(text.tolist(), 0), (text.tolist()[:7], 0)])
         if kind == "mtp":
             losses.mtp_loss(target, head, features, depth)
         else:
@@ -126,3 +126,27 @@ def test_training_pays(target, kind, tmp_path, monkeypatch):
     for name, value in resumed.state_dict().items():
         assert torch.equal(value, head.state_dict()[name]), name
     hf_treespec.enable(hf_treespec.disable(target))
+
+
+class WantsScale:
+    """A learner that would have a head's logits `factor` times as large as they are."""
+
+    def __init__(self, head, factor: float) -> None:
+        self.head, self.wanted = head, factor * head.norm.weight.mean()
+
+    def loss(self, texts, step) -> torch.Tensor:
+        return (self.head.norm.weight.mean() - self.wanted).abs()
+
+
+@pytest.mark.parametrize("kind", ["mtp", "dspark"])
+def test_logits_are_scaled_to_fit(target, kind, monkeypatch):
+    head = fresh_head(target, kind)
+    logits = []
+    monkeypatch.setattr(losses, "_divergence", lambda found, wanted: logits.append(found) or found.sum() * 0)
+    texts = [(text.tolist(), 4) for text in random_texts(generator(4), (20, 31))]
+    for factor in (1.0, 0.6):
+        train._fit_scale(head, WantsScale(head, factor), texts)
+        train._Learner(target, head).loss(texts, 0)
+    steps = len(logits) // 2
+    for before, after in zip(logits[:steps], logits[steps:]):
+        torch.testing.assert_close(after, 0.6 * before, rtol=1e-4, atol=1e-6)

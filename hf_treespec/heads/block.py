@@ -61,6 +61,10 @@ class DraftHead(nn.Module):
             parameter.data = parameter.data.to(device, parameter_dtype(name, dtype))
         return self.to(device)
 
+    def scale_logits(self, factor: float) -> None:
+        """Multiplies the logits of all drafts, in the weights."""
+        self.norm.weight.mul_(factor)
+
     def window_keys(self, features: Tensor, position_ids: Tensor, cache: TreeCache | None = None) -> list[Tensor]:
         """The rotated keys (which are the values) of committed positions, `[B, M, head_dim]` for each stage.
 

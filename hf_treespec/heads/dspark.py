@@ -91,6 +91,10 @@ class DSparkHead(DraftHead):
         """The `dspark_*` keys of a checkpoint with this head."""
         return dict(zip(CONFIG_KEYS, (self.block_size, self.noise_token_id, self.taps, self.markov_w1.embedding_dim)))
 
+    def scale_logits(self, factor: float) -> None:
+        super().scale_logits(factor)
+        self.markov_w2.weight.mul_(factor)
+
     def context(self, streams: list[Tensor]) -> Tensor:
         """One vector per position `[B, M, D]` from the tapped layers' output streams `[B, M, hc_mult, D]`."""
         means = torch.cat([stream.mean(2) for stream in streams], -1)

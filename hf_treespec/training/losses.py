@@ -19,12 +19,14 @@ class Features:
 
     Attributes:
         ids, valid: tokens `[B, T]`, and which are real.
+        written: which of them the model wrote itself, `[B, T]`.
         hidden_states: what the vocabulary projection takes, `[B, T, D]`.
         streams: output streams of the head's tapped layers, `[B, T, hc_mult, D]` each.
     """
 
     ids: Tensor
     valid: Tensor
+    written: Tensor
     hidden_states: Tensor
     streams: list[Tensor]
 
@@ -55,25 +57,34 @@ def recursive_attention(module, query, key, value, attention_mask, scaling, earl
     return output.transpose(1, 2), None
 
 
-def mtp_loss(model, head: MTPHead, features: Features, steps: int) -> Tensor:
-    """Divergence of each recursive step's distribution from the model's, averaged with falling weights."""
-    ids, valid = features.ids, features.valid
+def mtp_loss(model, head: MTPHead, features: Features, steps: int, temperature: float = 1.0) -> Tensor:
+    """Divergence of each recursive step's distribution from the model's at a `temperature`, averaged with falling
+    weights, where the model's own words go on: nothing is drafted in a prompt."""
+    ids, written = features.ids, features.written
     positions = torch.arange(ids.shape[1] - 1, device=ids.device).expand(len(ids), -1)
     embedded = model.get_input_embeddings()(ids[:, 1:]).float()
-    target = _log_probabilities(model, features.hidden_states[:, 1:])
+    target = _log_probabilities(model, features.hidden_states[:, 1:], temperature)
     lanes, earlier, losses = features.streams[0][:, :-1], [], []
     for step in range(steps):
         # Position p predicts token p + 2, of which the model speaks at p + 1.
         lanes = head(head.fuse(embedded, lanes), positions, earlier=earlier)
         logits = model.lm_head(head.collapse(lanes).to(model.dtype))
-        counted = valid[:, 1:] & (positions >= step)
+        counted = written[:, 1:] & (positions >= step)
         losses.append(_divergence(logits[counted], target[counted]))
         lanes = F.pad(lanes, (0, 0, 0, 0, 1, 0))[:, :-1]
     return _decayed(torch.stack(losses))
 
 
-def dspark_loss(model, head: DSparkHead, features: Features, anchors: int, generator: torch.Generator) -> Tensor:
-    """Divergence of every slot's distribution, given the tokens before it, and the confidence head's cross-entropy.
+def dspark_loss(
+    model,
+    head: DSparkHead,
+    features: Features,
+    anchors: int,
+    generator: torch.Generator,
+    temperature: float = 1.0,
+) -> Tensor:
+    """Divergence of every slot's distribution, given the tokens before it, from the model's at a `temperature`, and the
+    confidence head's cross-entropy.
 
     Args:
         anchors: blocks per text, at random places.
@@ -101,7 +112,7 @@ def dspark_loss(model, head: DSparkHead, features: Features, anchors: int, gener
 
     markov = head.markov_w1(ids[index, places])  # [B, A, S, rank]
     logits = model.lm_head(head.norm(states).to(model.dtype)) + head.markov_w2(markov)
-    target = _log_probabilities(model, features.hidden_states[index, places])
+    target = _log_probabilities(model, features.hidden_states[index, places], temperature)
     losses, confidences = [], head.confidence_logit(states, markov)
     for slot in range(size):
         counted = inside[:, :, slot]
@@ -114,9 +125,9 @@ def dspark_loss(model, head: DSparkHead, features: Features, anchors: int, gener
 
 
 @torch.no_grad()
-def _log_probabilities(model, hidden_states: Tensor) -> Tensor:
+def _log_probabilities(model, hidden_states: Tensor, temperature: float) -> Tensor:
     """The model's own distributions `[..., V]`, as logarithms."""
-    return model.lm_head(hidden_states).float().log_softmax(-1)
+    return (model.lm_head(hidden_states).float() / temperature).log_softmax(-1)
 
 
 def _divergence(logits: Tensor, target: Tensor) -> Tensor:

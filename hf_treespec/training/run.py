@@ -32,6 +32,7 @@ def run(
     learning_rate: float,
     seed: int,
     bf16: bool,
+    teacher_temperature: float,
 ) -> None:
     """Trains a head for `target` (enabled) on its own greedy continuations of the prompts in `data`, and saves it in `output`.
 
@@ -39,6 +40,7 @@ def run(
         output: a folder; that of the model puts the head beside it, where `generate` finds it.
         work_dir: where continuations and the state of the training are kept; an interrupted run goes on from there.
         initial: checkpoint whose head is trained on, instead of a new one.
+        teacher_temperature: as in [`train_head`].
         settings: the `dspark_*` keys of a new DSpark head. `None` takes the default: blocks of 5, rank 64, the last
             three layers, the last token of the vocabulary as noise.
     """
@@ -70,6 +72,7 @@ def run(
         learning_rate,
         seed,
         bf16,
+        teacher_temperature,
     )
     state = work_dir / f"{kind}-{_digest(repr(options))}.pt"
     rows = write_continuations(target, tokenizer, prompts, texts, max_new_tokens, 8 * batch_size, max_length)
@@ -79,7 +82,8 @@ def run(
     # Shuffled once, so that what is held out is of every kind.
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
     rows = [rows[i] for i in order]
-    history = train_head(target, head, rows, state, steps, batch_size, max_length, learning_rate, seed, bf16)
+    sizes = (steps, batch_size, max_length, learning_rate, seed, bf16, teacher_temperature)
+    history = train_head(target, head, rows, state, *sizes)
     save_head(head, output)
     console.print(f"held-out loss {history[-1]:.3f}; the head is in {output}")
     attach_head(target, head)

@@ -20,6 +20,9 @@ from .losses import Features, dspark_loss, mtp_loss, recursive_attention
 AttentionInterface.register("treespec_recursive", recursive_attention)
 SAVE_EVERY = 100
 _RECURSIVE_STEPS = 4
+_SCALES = tuple(0.3 + 0.05 * i for i in range(21))
+# Token ids, and how many of them are the prompt.
+Text = tuple[list[int], int]
 
 
 def new_head(model, kind: str, settings: dict[str, Any], seed: int) -> DraftHead:
@@ -59,7 +62,7 @@ def held_out_count(texts: list) -> int:
 def train_head(
     model,
     head: DraftHead,
-    rows: list[tuple[list[int], int]],
+    rows: list[Text],
     state_path: Path,
     steps: int,
     batch_size: int,
@@ -67,8 +70,10 @@ def train_head(
     learning_rate: float,
     seed: int,
     bf16: bool = False,
+    teacher_temperature: float = 1.0,
 ) -> list[float]:
-    """Muon and AdamW on the divergence from the frozen model, cosine schedule; resumes from `state_path`.
+    """Muon and AdamW on the divergence from the frozen model, cosine schedule; resumes from `state_path`. At the end the
+    logits are scaled to fit the model's at temperature 1.
 
     Args:
         model: the target, enabled. Its parameters are not trained.
@@ -76,11 +81,13 @@ def train_head(
         rows: texts (token ids, prompt length); the last 2 % are held out.
         steps: optimizer steps in all, each of `batch_size` texts cut to `max_length` tokens.
         bf16: whether the head's products are in bf16; its weights and the model stay as they are.
+        teacher_temperature: of the model's distributions. Below 1 the head learns the first choices rather than the
+            rest: greedy verification asks for no more.
 
     Returns:
         Held-out losses, one at each save.
     """
-    texts = [ids[:max_length] for ids, _ in rows]
+    texts = [(ids[:max_length], prompt_length) for ids, prompt_length in rows]
     held_out = held_out_count(texts)
     if len(texts) - held_out < batch_size:
         raise ValueError(f"{len(texts)} texts are too few: a batch takes {batch_size}, {held_out} are held out.")
@@ -94,7 +101,7 @@ def train_head(
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         first, history = state["step"], state["history"]
-    learner, warmup = _Learner(model, head, bf16), max(1, min(100, steps // 10))
+    learner, warmup = _Learner(model, head, bf16, teacher_temperature), max(1, min(100, steps // 10))
     bar = tqdm(range(first, steps), initial=first, total=steps, desc=f"train {head.kind}", mininterval=1)
     with _frozen(model):
         for step in bar:
@@ -114,7 +121,19 @@ def train_head(
                 state_path.with_suffix(".tmp").replace(state_path)
                 bar.set_postfix(loss=f"{loss.item():.3f}", held_out=f"{history[-1]:.3f}")
     head.requires_grad_(False).eval()
+    _fit_scale(head, _Learner(model, head), held_out_texts[:batch_size])
     return history
+
+
+@torch.no_grad()
+def _fit_scale(head: DraftHead, learner: "_Learner", texts: list[Text]) -> None:
+    """Scales the head's logits so that they diverge least from the model's at temperature 1, on `texts`: a teacher at
+    another temperature leaves its own mark on them, and draft probabilities are taken for what they say."""
+    now, losses = 1.0, {}
+    for factor in _SCALES:
+        head.scale_logits(factor / now)
+        now, losses[factor] = factor, float(learner.loss(texts, 0))
+    head.scale_logits(min(losses, key=losses.get) / now)
 
 
 def _optimizers(head: DraftHead, learning_rate: float) -> list[torch.optim.Optimizer]:
@@ -140,7 +159,7 @@ def _frozen(model) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def _batch(texts: list[list[int]], batch_size: int, step: int, seed: int) -> list[list[int]]:
+def _batch(texts: list[Text], batch_size: int, step: int, seed: int) -> list[Text]:
     """The texts of a step: every epoch is one random order, batches are of similar length."""
     per_epoch = len(texts) // batch_size
     epoch, number = divmod(step, per_epoch)
@@ -149,7 +168,7 @@ def _batch(texts: list[list[int]], batch_size: int, step: int, seed: int) -> lis
     group = 16 * batch_size
     batches = []
     for start in range(0, per_epoch * batch_size, group):
-        members = sorted(order[start : min(start + group, per_epoch * batch_size)], key=lambda i: len(texts[i]))
+        members = sorted(order[start : min(start + group, per_epoch * batch_size)], key=lambda i: len(texts[i][0]))
         batches += [members[i : i + batch_size] for i in range(0, len(members), batch_size)]
     shuffled = torch.randperm(len(batches), generator=torch.Generator().manual_seed(seed + epoch)).tolist()
     return [texts[i] for i in batches[shuffled[number]]]
@@ -158,29 +177,32 @@ def _batch(texts: list[list[int]], batch_size: int, step: int, seed: int) -> lis
 class _Learner:
     """Turns texts into a loss: the frozen model's streams in, the head's divergence out."""
 
-    def __init__(self, model, head: DraftHead, bf16: bool = False) -> None:
-        self.model, self.head, self.bf16, self.taps = model, head, bf16, StreamTaps(model, head.taps)
+    def __init__(self, model, head: DraftHead, bf16: bool = False, temperature: float = 1.0) -> None:
+        self.model, self.head, self.bf16, self.temperature = model, head, bf16, temperature
+        self.taps = StreamTaps(model, head.taps)
         head.config._attn_implementation = "treespec_recursive"
 
-    def loss(self, texts: list[list[int]], step: int) -> Tensor:
+    def loss(self, texts: list[Text], step: int) -> Tensor:
         features = self._see(texts)
         with torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.bf16):
             return self._loss(features, step)
 
     def _loss(self, features: Features, step: int) -> Tensor:
         if isinstance(self.head, MTPHead):
-            return mtp_loss(self.model, self.head, features, _RECURSIVE_STEPS)
+            return mtp_loss(self.model, self.head, features, _RECURSIVE_STEPS, self.temperature)
         anchors = max(1, features.ids.shape[1] // self.head.block_size)
-        return dspark_loss(self.model, self.head, features, anchors, torch.Generator().manual_seed(step))
+        generator = torch.Generator().manual_seed(step)
+        return dspark_loss(self.model, self.head, features, anchors, generator, self.temperature)
 
     @torch.no_grad()
-    def _see(self, texts: list[list[int]]) -> Features:
-        lengths = torch.tensor([len(text) for text in texts], device=self.model.device)
-        width = int(lengths.max())
-        ids = torch.tensor([text + text[-1:] * (width - len(text)) for text in texts], device=self.model.device)
+    def _see(self, texts: list[Text]) -> Features:
+        device, width = self.model.device, max(len(text) for text, _ in texts)
+        lengths, prompts = torch.tensor([(len(text), prompt) for text, prompt in texts], device=device).T
+        ids = torch.tensor([text + text[-1:] * (width - len(text)) for text, _ in texts], device=device)
         cache = TreeCache(self.model.config, len(texts), device=ids.device)
         tree = TokenTree.chain(ids, lengths)
         with self.taps.attached(), cache.fork(tree) as fork:
             hidden_states = self.model.model(**fork.model_inputs()).last_hidden_state
+            written = tree.valid & (torch.arange(width, device=device) >= prompts[:, None])
             # The head is trained in fp32, whatever the model's dtype is.
-            return Features(ids, tree.valid, hidden_states, [stream.float() for stream in self.taps.take()])
+            return Features(ids, tree.valid, written, hidden_states, [stream.float() for stream in self.taps.take()])
