@@ -68,6 +68,19 @@ def run_alone(script, folder: Path, output: Path, **changes) -> list[dict]:
     return read(output)
 
 
+# accelerate's own way to try a script on several CPU processes. It forks, which a process with threads should not do.
+DEBUG_LAUNCHER = """
+import json, runpy, sys
+from functools import partial
+from pathlib import Path
+from accelerate import debug_launcher
+
+script, options = sys.argv[1], json.loads(sys.argv[2])
+options |= {name: Path(options[name]) for name in ("prompts", "output")}
+debug_launcher(partial(runpy.run_path(script)["main"], cpu=True, **options), num_processes=2)
+"""
+
+
 def read(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
@@ -83,6 +96,15 @@ def test_two_processes_write_what_one_writes(script, folder, tmp_path, capsys):
     # Steps of four prompts: two and two, two and one.
     assert "rank 0: 4 prompts" in said and "rank 1: 3 prompts" in said
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_the_debug_launcher_writes_what_one_process_writes(script, folder, tmp_path):
+    given = json.dumps(options(folder, tmp_path / "two.jsonl"), default=str)
+    command = [sys.executable, "-c", DEBUG_LAUNCHER, str(SCRIPT), given]
+    done = subprocess.run(command, env=ENVIRONMENT, text=True, capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "rank 0: 4 prompts" in done.stdout and "rank 1: 3 prompts" in done.stdout
+    assert read(tmp_path / "two.jsonl") == run_alone(script, folder, tmp_path / "one.jsonl")
 
 
 def test_it_goes_on_where_it_was(script, folder, tmp_path, monkeypatch):
