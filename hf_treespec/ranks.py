@@ -40,13 +40,19 @@ class Ranks:
         return int(value)
 
     def agree_on_tree(self, tree: TokenTree, budget: int) -> TokenTree:
-        """Rank 0's tree of at most `budget` nodes, whatever the shape of the others'."""
-        batch, count = tree.tokens.shape
+        """Rank 0's tree of at most `budget` nodes.
+
+        Its shape, a matter of levels, budget and controller, is the same on all ranks, except on CPU: there drafters
+        read tensors, and stop where nothing is worth a level.
+        """
+        count, depth, is_chain = tree.tokens.shape[1], tree.max_depth, tree.is_chain
         table = torch.stack([tree.tokens, tree.parents, tree.valid.long()])  # [3, B, N]
-        table = torch.nn.functional.pad(table, (0, max(0, budget - count)))
-        shape = torch.tensor([count, tree.max_depth, tree.is_chain], device=table.device)
-        shape, table = self.agree(shape, table)
-        count, depth, is_chain = shape.tolist()
+        if table.device.type == "cpu":
+            table = torch.nn.functional.pad(table, (0, max(0, budget - count)))
+            shape, table = self.agree(torch.tensor([count, depth, is_chain]), table)
+            count, depth, is_chain = shape.tolist()
+        else:
+            (table,) = self.agree(table)
         tokens, parents, valid = table[..., :count]
         if is_chain:
             return TokenTree.chain(tokens, valid.sum(1))

@@ -8,13 +8,14 @@ of its own, but forwards wait for one another). OUTPUT gets what was written.
 
 import json
 import sys
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partialmethod
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from rounds import graphs_everywhere
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
@@ -33,15 +34,22 @@ PLANS = {
 }
 
 
-def run_case(model, assistant, prompts: list[list[int]], batch=False, draft=False, **options) -> list[list[int]]:
-    """What `generate`, or with `batch` `generate_batch`, writes behind `prompts`; with `draft` the assistant drafts."""
+def run_case(
+    model, assistant, prompts: list[list[int]], batch=False, draft=False, static=False, **options
+) -> list[list[int]]:
+    """What `generate`, or with `batch` `generate_batch`, writes behind `prompts`; with `draft` the assistant drafts, with
+    `static` the rounds have fixed shapes and are replayed."""
     if draft:
         options["assistant_model"] = assistant
-    if batch:
-        return [output.generated_tokens for output in model.generate_batch(prompts, **options).values()]
-    width = max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
-    return model.generate(ids, attention_mask=(ids > 0).long(), **options)[:, width:].tolist()
+    with graphs_everywhere() if static else nullcontext([]) as recorders:
+        if batch:
+            written = [output.generated_tokens for output in model.generate_batch(prompts, **options).values()]
+        else:
+            width = max(map(len, prompts))
+            ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+            written = model.generate(ids, attention_mask=(ids > 0).long(), **options)[:, width:].tolist()
+        assert all(recorder.replays > 1 for recorder in recorders) and len(recorders) == static
+    return written
 
 
 @contextmanager
@@ -82,6 +90,9 @@ def sharded_weights(*modules):
 def run_together(model, assistant, rank: int, cases: list[dict]) -> list:
     """Cases on ranks that hold `model` together; all must write the same."""
     assert any(isinstance(parameter, DTensor) for parameter in model.parameters()), "nothing is sharded"
+    # On all ranks, before a forward that others would wait in.
+    with pytest.raises(ValueError, match="`deterministic` needs experts"):
+        run_case(model, assistant, **cases[0] | {"tree_config": {"budget": 1, "deterministic": True}})
     with planted_divergence(rank):
         written = [run_case(model, assistant, **case) for case in cases]
     texts = [None] * dist.get_world_size()

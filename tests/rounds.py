@@ -1,12 +1,15 @@
 """Random trees, rounds on a `TreeCache`, and the comparison of what comes out of them and of what stays in the cache."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
+import pytest
 import torch
 from oracle import TOLERANCE, assert_greedy, assert_logits, oracle_last_logits
 from torch import Tensor
 
-from hf_treespec import TokenTree, TreeCache
+from hf_treespec import TokenTree, TreeCache, rounds
 from hf_treespec.prefill import prefill
 
 
@@ -145,3 +148,38 @@ def fake_fork(tree: TokenTree, prefixes: list[Tensor]):
     tokens = torch.nn.utils.rnn.pad_sequence(prefixes, batch_first=True)
     cache = SimpleNamespace(token_ids=tokens, lengths=lengths, backend_on=lambda device: "torch")
     return SimpleNamespace(tree=tree, rows=None, lengths=lengths, max_length=int(lengths.max()), cache=cache)
+
+
+class FakeRecorder:
+    """Replays by running again, and, like a graph, leaves the result in the tensors of the first time."""
+
+    made = []
+
+    def __init__(self) -> None:
+        self.made.append(self)
+        self.captures = self.replays = 0
+
+    def __call__(self, run):
+        self.captures += 1
+        result = run()
+
+        def replay() -> None:
+            self.replays += 1
+            logits, scratch, streams = run()
+            result[0].copy_(logits)
+            for key, value in scratch.items():
+                result[1][key].copy_(value)
+            for old, new in zip(result[2] or [], streams or []):
+                old.copy_(new)
+
+        return replay, result
+
+
+@contextmanager
+def graphs_everywhere() -> Iterator[list[FakeRecorder]]:
+    """Forwards are captured where they would be on CUDA, whatever holds the model; yields the recorders made."""
+    FakeRecorder.made.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rounds, "CudaRecorder", FakeRecorder)
+        patch.setattr(rounds, "graphs_wanted", lambda model, cache, config: config.cuda_graphs is not False)
+        yield FakeRecorder.made

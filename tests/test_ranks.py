@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from heads import make_checkpoint
 from oracle import generator, random_texts
 from ranks_script import run_case
@@ -17,6 +18,8 @@ from test_distributed import ENVIRONMENT
 from transformers import AutoModelForCausalLM
 
 import hf_treespec
+from hf_treespec import TokenTree
+from hf_treespec.ranks import Ranks
 
 
 SCRIPT = Path(__file__).with_name("ranks_script.py")
@@ -31,8 +34,10 @@ SEEDS = {"seeds": [1, 2, 3]}
 TOGETHER = [
     {**GREEDY, **TREE},
     {**SAMPLED, **SEEDS, **TREE, "draft": True},
+    {**SAMPLED, **SEEDS, **TREE, "static": True, "max_new_tokens": 16},
     {**GREEDY, **NGRAM, "max_time": 3600},
     {**GREEDY, **TREE, "draft": True, "batch": True},
+    {**GREEDY, **TREE, "draft": True, "batch": True, "static": True, "max_new_tokens": 16},
     {**SAMPLED, **SEEDS, **TREE, "batch": True},
     # What a controller chooses is rank 0's choice.
     {**GREEDY, "tree_config": {"budget": 6, "depth": 3, "controller": "libra"}, "draft": True},
@@ -40,6 +45,8 @@ TOGETHER = [
     {**SAMPLED, **TREE},
 ]
 TOGETHER = [{"prompts": PROMPTS, **case} for case in TOGETHER]
+# `tp_plan="auto"` adds in another order: of each kind of round one.
+TENSOR = TOGETHER[:3]
 # One rank reads one chunk and writes 2 tokens, the other one several and 52 more; a prompt of one token has no chunk.
 SHORT = {"max_new_tokens": 2, "prompts": [PROMPTS[1]], "prefill_chunk_size": 4}
 LONG = {"max_new_tokens": 54, "prompts": [PROMPTS[0], PROMPTS[2]], "prefill_chunk_size": 4}
@@ -75,7 +82,7 @@ def launch(folder, cases: dict[str, list], output: Path) -> subprocess.Popen:
 def written(folder, tmp_path_factory):
     """What two processes wrote."""
     output = tmp_path_factory.mktemp("written") / "texts.json"
-    process = launch(folder, {"expert": TOGETHER, "tensor": TOGETHER[:2], "synced": SYNCED}, output)
+    process = launch(folder, {"expert": TOGETHER, "tensor": TENSOR, "synced": SYNCED}, output)
     said, _ = process.communicate(timeout=300)
     assert process.returncode == 0, said
     return json.loads(output.read_text(encoding="utf-8"))
@@ -88,16 +95,27 @@ def pair(folder):
 
 
 @pytest.mark.parametrize(
-    "plan, number", [*(("expert", n) for n in range(len(TOGETHER))), ("tensor", 0), ("tensor", 1)]
+    "plan, number",
+    [(plan, n) for plan, cases in (("expert", TOGETHER), ("tensor", TENSOR)) for n in range(len(cases))],
 )
 def test_ranks_that_hold_one_model_write_what_one_process_writes(written, pair, plan, number):
     torch.manual_seed(0)
-    assert written[plan][number] == run_case(*pair, **TOGETHER[number])
+    assert written[plan][number] == run_case(*pair, **TOGETHER[number] | {"static": False})
 
 
 @pytest.mark.parametrize("number", range(len(SYNCED)))
 def test_ranks_in_step_write_what_each_writes_alone(written, pair, number):
     assert written["synced"][number] == [run_case(*pair, **case) for case in SYNCED[number]]
+
+
+@pytest.mark.parametrize("chain", [True, False])
+def test_a_tree_is_agreed_on_without_waiting_for_the_device(monkeypatch, chain):
+    """Nothing can be read from a meta tensor."""
+    monkeypatch.setattr(dist, "broadcast", lambda *args, **options: None)
+    tokens = torch.zeros(2, 3, dtype=torch.long, device="meta")
+    tree = TokenTree.chain(tokens) if chain else TokenTree.from_parents(tokens, tokens, 2, tokens.bool())
+    agreed = Ranks(None).agree_on_tree(tree, 6)
+    assert agreed.is_chain == chain and agreed.paths.shape == (2, 3, 3) and agreed.valid.dtype == torch.bool
 
 
 def test_synced_gpus_needs_a_process_group(pair):
