@@ -9,7 +9,7 @@ from .modeling import unwrap
 
 
 def set_default(model: nn.Module, tree_config: TreeConfig | dict[str, Any] | None) -> nn.Module:
-    """Makes `tree_config` the default of an enabled model's `generate`; `None` takes it back.
+    """Makes `tree_config` the default of an enabled model's `generate`; `None`, or `disable`, takes it back.
 
     It is saved with the model, in `generation_config.json`, and works again once the loaded model is enabled. A
     `tree_config` in the call, or in the `generation_config` passed to it, comes first.

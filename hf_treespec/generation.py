@@ -26,7 +26,7 @@ from .defaults import default_of
 from .drafting import RootGenerator, TreeCandidateGenerator
 from .fork import DEFAULT_SPARE
 from .intervals import synchronize
-from .modeling import device_of, disable, enable, is_enabled, unwrap
+from .modeling import device_of, enable, is_enabled, restore, unwrap
 from .outputs import Recorder, Stream, ended
 from .prefill import left_align, prefill_once
 from .processors import warpers
@@ -288,7 +288,7 @@ class Drafting:
                     _borrowers[assistant] -= 1
                     if not _borrowers[assistant]:
                         del _borrowers[assistant]
-                        disable(assistant)
+                        restore(assistant)
 
     @property
     def head_layers(self) -> int:

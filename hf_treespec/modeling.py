@@ -70,14 +70,22 @@ def enable(model: nn.Module) -> nn.Module:
 
 
 def disable(model: nn.Module) -> nn.Module:
-    """Takes back what `enable` did and returns the model."""
+    """Takes back what `enable` and `set_default` did and returns the model."""
     inner = unwrap(model)
+    restore(inner)
+    # Stock `generate` would drop it without a word, and with it a `tree_config` in the call.
+    if getattr(inner, "generation_config", None) is not None:
+        inner.generation_config.__dict__.pop("tree_config", None)
+    return model
+
+
+def restore(inner: nn.Module) -> None:
+    """Gives an unwrapped model its stock classes and methods back."""
     _swap([(module, _STOCK[type(module)]) for module in inner.modules() if type(module) in _STOCK])
     for name, function in _bound().items():
         if getattr(inner.__dict__.get(name), "func", None) is function:
             delattr(inner, name)
     inner.__dict__.pop(HEAD_ATTRIBUTE, None)
-    return model
 
 
 def _bound() -> dict[str, Callable]:

@@ -78,6 +78,8 @@ def test_disable_restores(fresh, texts, written):
         assert hf_treespec.disable(fresh) is fresh and not hf_treespec.is_enabled(fresh)
         assert classes(fresh) == before and set(vars(fresh)) == attributes
         assert all("forward" not in vars(module) for module in fresh.modules())
+    # Also after a default, in a field of the generation config that would take the argument in.
+    hf_treespec.disable(hf_treespec.set_default(hf_treespec.enable(fresh), TREE))
     with pytest.raises(ValueError, match="tree_config"):  # of stock: it knows no such argument
         fresh.generate(**left_pad(texts), tree_config=TREE)
 

@@ -195,8 +195,13 @@ def test_a_default_is_used_saved_and_overridden(model, drafter, tmp_path):
     stock = AutoModelForCausalLM.from_pretrained(tmp_path).eval().generate(PROMPTS[0][None], max_new_tokens=4)
     assert torch.equal(stock, model.generate(PROMPTS[0][None], max_new_tokens=4))
 
-    hf_treespec.set_default(own, None)
-    assert not hasattr(own.generation_config, "tree_config")
+    # An assistant that was enabled for a call only keeps its own.
+    hf_treespec.set_default(drafter, PLAIN)
+    own.generate(**left_pad(PROMPTS), **options)
+    assert hasattr(drafter.generation_config, "tree_config") and not hf_treespec.is_enabled(drafter)
+    for one in (own, drafter):
+        hf_treespec.set_default(one, None)
+        assert not hasattr(one.generation_config, "tree_config")
     with pytest.raises(ValueError, match="budgets"):
         hf_treespec.set_default(own, {"budgets": 2})
     with pytest.raises(ValueError, match="generation_config"):
