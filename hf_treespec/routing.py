@@ -11,8 +11,8 @@ from torch import Tensor, nn
 class ExpertCounter:
     """Counts distinct experts per mixture layer and forward, while attached, in forwards of one thread.
 
-    Every token of a forward counts, padding nodes too: their experts are read as well. Nothing waits for the device
-    until the mean is asked for.
+    Every token of a forward counts, padding nodes too: their experts are read as well. Where processes share the experts
+    out, those of all of them count, on each. Nothing waits for the device until the mean is asked for.
 
     Args:
         model: a `DeepseekV4ForCausalLM`.

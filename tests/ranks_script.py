@@ -38,7 +38,7 @@ def run_case(
     model, assistant, prompts: list[list[int]], batch=False, draft=False, static=False, **options
 ) -> list[list[int]]:
     """What `generate`, or with `batch` `generate_batch`, writes behind `prompts`; with `draft` the assistant drafts, with
-    `static` the rounds have fixed shapes and are replayed."""
+    `static` the rounds have fixed shapes and are replayed. Where rounds are recorded, also the experts they read."""
     if draft:
         options["assistant_model"] = assistant
     with graphs_everywhere() if static else nullcontext([]) as recorders:
@@ -47,7 +47,11 @@ def run_case(
         else:
             width = max(map(len, prompts))
             ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
-            written = model.generate(ids, attention_mask=(ids > 0).long(), **options)[:, width:].tolist()
+            options |= {"attention_mask": (ids > 0).long(), "return_dict_in_generate": True}
+            output = model.generate(ids, **options)
+            written = output.sequences[:, width:].tolist()
+            if "distinct_experts" in output.tree_stats:
+                written.append([output.tree_stats["distinct_experts"]])
         assert all(recorder.replays > 1 for recorder in recorders) and len(recorders) == static
     return written
 

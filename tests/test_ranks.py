@@ -39,6 +39,8 @@ TOGETHER = [
     {**GREEDY, **TREE, "draft": True, "batch": True},
     {**GREEDY, **TREE, "draft": True, "batch": True, "static": True, "max_new_tokens": 16},
     {**SAMPLED, **SEEDS, **TREE, "batch": True},
+    # The experts counted are those of all ranks.
+    {**GREEDY, "tree_config": {**TREE["tree_config"], "record_rounds": True}},
     # What a controller chooses is rank 0's choice.
     {**GREEDY, "tree_config": {"budget": 6, "depth": 3, "controller": "libra"}, "draft": True},
     # Seeds that are drawn are rank 0's, which draws after `torch.manual_seed(0)`.
