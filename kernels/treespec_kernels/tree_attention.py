@@ -118,8 +118,8 @@ def _attend(
         total += 1.0
         ring_row = ring + physical_row(rows, batch) * ring_size * WIDTH
         node_row = node_kv + row * count * WIDTH
-        # A padding node sees nothing committed.
-        oldest = tl.maximum(position - window + 1, tl.where(real, 0, length))
+        # A padding node reads no key; what it gets is 0.
+        oldest = tl.where(real, tl.maximum(position - window + 1, 0), position + 1)
         low = oldest // BLOCK_KEYS * BLOCK_KEYS
         for start in range(low, position + 1, BLOCK_KEYS):
             seen = start + key
