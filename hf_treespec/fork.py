@@ -5,7 +5,7 @@ What a round computes lies in the fork's scratch, one row per node. Nothing comm
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -48,12 +48,17 @@ class Fork:
     ) -> None:
         self.cache = cache
         self.rows = rows
+        # The same where all are meant, `[B]`.
+        self.all_rows = torch.arange(len(lengths), device=lengths.device) if rows is None else rows
         self.tree = tree
         self.start = 0
         self.lengths = lengths
         self.max_length = max_length
         self.fixed = fixed
         self._scratch: dict[tuple[int, str], Tensor] = {}
+        # What of it was adopted, and what writes that into the cache instead of `write`.
+        self._adopted: frozenset[tuple[int, str]] = frozenset()
+        self._replay: Callable[[Tensor, Tensor], object] | None = None
         self._geometries: dict[torch.device, ops.TreeGeometry] = {}
 
     def extend(self, tree: TokenTree) -> None:
@@ -124,8 +129,12 @@ class Fork:
         lengths = cache.lengths.index_select(0, rows)
         return Fork(cache, TokenTree(tokens, paths, valid), rows, lengths, self.max_length, self.fixed)
 
-    def adopt(self, scratch: dict[tuple[int, str], Tensor]) -> None:
-        """Takes over what another forward of these nodes produced; its first rows are this round's."""
+    def adopt(self, scratch: dict[tuple[int, str], Tensor], replay: Callable | None = None) -> None:
+        """Takes over what another forward of these nodes produced; its first rows are this round's.
+
+        `replay` does for it what `write` would, of which it takes the arguments, or gives `None` if it cannot.
+        """
+        self._adopted, self._replay = frozenset(scratch), replay
         self._scratch = {key: value[: len(self.lengths)] for key, value in scratch.items()}
 
     def refresh(self, path: Tensor, path_lengths: Tensor) -> None:
@@ -134,12 +143,11 @@ class Fork:
         Interrupted anywhere, the cache stays valid at its old length (unless more than `spare` tokens are written at
         once, a prefill chunk: then it is marked unusable).
         """
-        cache, rows = self.cache, self.rows
-        all_rows = torch.arange(len(path), device=path.device) if rows is None else rows
+        cache = self.cache
         end = self.lengths + path_lengths
         overwrites = path.shape[1] > cache.spare
         # Raised before anything is written: rewinding stays exact for whatever the rings may hold by then.
-        cache.written = cache.written.scatter_reduce(0, all_rows, end, "amax")
+        cache.written = cache.written.scatter_reduce(0, self.all_rows, end, "amax")
         cache.length_bound += path.shape[1]
         cache.usable = cache.usable and not overwrites
         cache.lengths = self.commit(path, path_lengths)
@@ -148,13 +156,20 @@ class Fork:
 
     def commit(self, path: Tensor, path_lengths: Tensor) -> Tensor:
         """Writes the path into the cache; returns the lengths `[rows]` that make it count."""
-        cache, rows = self.cache, self.rows
-        rows = torch.arange(len(path), device=path.device) if rows is None else rows
-        plan = CommitPlan(self, rows, path, path_lengths)
-        tokens = cache.token_ids
+        if self._replay is None or self._replay(path, path_lengths) is None:
+            self.write(path, path_lengths)
+        else:
+            # Left is what was appended since: a head's windows.
+            self._scratch = {key: value for key, value in self._scratch.items() if key not in self._adopted}
+            if self._scratch:
+                self.cache.commit(self, CommitPlan(self, path, path_lengths))
+        return self.cache.lengths.index_add(0, self.all_rows, path_lengths)
+
+    def write(self, path: Tensor, path_lengths: Tensor) -> None:
+        """Writes what the round produced along the path to its places in the cache, where it does not count yet."""
+        plan, tokens = CommitPlan(self, path, path_lengths), self.cache.token_ids
         plan.write([(tokens, self.tree.tokens, *plan.ring(tokens.shape[1], tokens.device))], tokens.device)
-        cache.commit(self, plan)
-        return cache.lengths.index_add(0, rows, path_lengths)
+        self.cache.commit(self, plan)
 
 
 class CommitPlan:
@@ -164,9 +179,9 @@ class CommitPlan:
     complement of their slot: the shapes are fixed and the host waits for nothing.
     """
 
-    def __init__(self, fork: Fork, rows: Tensor, path: Tensor, path_lengths: Tensor) -> None:
+    def __init__(self, fork: Fork, path: Tensor, path_lengths: Tensor) -> None:
         self._fork = fork
-        self._rows, self._path, self._path_lengths = rows, path, path_lengths
+        self._rows, self._path, self._path_lengths = fork.all_rows, path, path_lengths
         depth = torch.arange(path.shape[1], device=path.device)
         if self._listed(path.device):
             batch = torch.arange(len(path), device=path.device)[:, None].expand(path.shape).flatten()
@@ -175,7 +190,7 @@ class CommitPlan:
             batch, column = (depth < path_lengths[:, None]).nonzero(as_tuple=True)
         node = path[batch, column].clamp(min=0)
         # Row, place in the scratch and position of each write; distance to the new end, 0 and below is behind it.
-        self._flat = rows[batch], batch * fork.tree.tokens.shape[1] + node, fork.lengths[batch] + column
+        self._flat = self._rows[batch], batch * fork.tree.tokens.shape[1] + node, fork.lengths[batch] + column
         self._age = path_lengths[batch] - column
         self._memo: dict = {}
 

@@ -446,7 +446,7 @@ def decode_rows(
                 logits = rounds.forward(fork)
             with stats.timed("accept"):
                 verifier.selector.begin(fork)
-                verdict = verifier(logits, fork, remaining)
+                verdict = rounds.judge(verifier, logits, fork, remaining)
                 if ranks is not None:
                     verdict = ranks.agree_on_verdict(verdict)
                 verifier.selector.commit(fork, verdict.path, verdict.accepted)

@@ -41,6 +41,11 @@ class Verifier:
         self.end = end
         self.rules = rules
 
+    @property
+    def is_static(self) -> bool:
+        """Whether judging is the same operators whatever is in the tensors, with no wait: it can be captured."""
+        return type(self) is Verifier and not self.rules and self.selector.is_plain
+
     def __call__(self, logits: Tensor, fork: Fork, remaining: Tensor) -> Verdict:
         """The outcome of the open round, given its nodes' `logits` `[B, N, V]` and what rows may still write, `[B]`."""
         tree = fork.tree

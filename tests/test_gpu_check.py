@@ -27,7 +27,7 @@ def test_it_checks_and_times_every_kernel(tmp_path, monkeypatch):
     (round_,) = written["rounds"]
     assert all(round_[name] > 0 for name in ("stock, 1 token", "eager", "graph"))
     kernels = {check["kernel"].split(",")[0] for check in written["checks"]}
-    assert kernels == {*treespec_kernels.__all__, "verify as a graph"}
+    assert kernels == {*treespec_kernels.__all__, "verify as a graph", "commit as a graph"}
     assert {row["kernel"] for row in written["timings"]} >= {"compress, HCA", "index_topk, CSA", "tree_attention, CSA"}
     assert all(row["triton"] > 0 and row["torch"] > 0 for row in written["timings"])
 

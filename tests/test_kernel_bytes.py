@@ -16,11 +16,11 @@ import triton.language as tl
 from oracle import generator
 from rounds import random_tree
 from torch import Tensor
-from treespec_kernels.tree_attention import SPLIT, launch_options
 from triton.runtime.interpreter import InterpreterBuilder
 
 from hf_treespec import TokenTree, ops
 from hf_treespec.bench.layers import Round, Shape
+from treespec_kernels.tree_attention import SPLIT, launch_options
 
 
 # A row of a table: the table's name, and the row's number in it, all leading dimensions flattened.
@@ -79,7 +79,8 @@ class Sight:
         length, position = self.round.lengths[row], self.positions[row][node]
         oldest = max(0, position - self.round.shape.window + 1)
         ring = [
-            self._committed("ring", row, p % self.round.ring.shape[1]) for p in range(oldest, min(length, position + 1))
+            self._committed("ring", row, p % self.round.ring.shape[1])
+            for p in range(oldest, min(length, position + 1))
         ]
         path = self.paths[row][node][max(0, oldest - length) : position - length + 1]
         return ring + [("node_kv", row * len(self.paths[row]) + ancestor) for ancestor in path]
@@ -221,18 +222,18 @@ def test_room_for_more_costs_no_loads(record_property):
 
 
 @triton.jit
-def _load_rows(table, output, WIDTH: tl.constexpr, ROWS: tl.constexpr, VISIBLE: tl.constexpr):
-    row, channel = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    pointers = table + row[:, None] * WIDTH + channel[None, :]
-    rows = tl.load(pointers, mask=(row < VISIBLE)[:, None], other=0.0)
-    again = tl.load(table + tl.program_id(0) * WIDTH + channel)
+def _load_rows(table, output, width: tl.constexpr, count: tl.constexpr, visible: tl.constexpr):
+    row, channel = tl.arange(0, count), tl.arange(0, width)
+    pointers = table + row[:, None] * width + channel[None, :]
+    rows = tl.load(pointers, mask=(row < visible)[:, None], other=0.0)
+    again = tl.load(table + tl.program_id(0) * width + channel)
     tl.store(output + channel, tl.sum(rows, 0) + again)
 
 
 def test_the_count_sees_repeated_loads_and_masks():
     tables = {"table": torch.ones(4, 16), "other": torch.ones(4, 16)}
     with counted_loads(tables) as loads:
-        _load_rows[(2,)](tables["table"], torch.empty(16), WIDTH=16, ROWS=4, VISIBLE=3)
+        _load_rows[(2,)](tables["table"], torch.empty(16), width=16, count=4, visible=3)
     counts = {program: whole_rows(elements, tables) for program, elements in loads.items()}
     once = {("table", row): 1 for row in range(3)}
     assert counts == {(0, 0, 0): once | {("table", 0): 2}, (1, 0, 0): once | {("table", 1): 2}}

@@ -7,23 +7,14 @@ import torch
 from accelerate import cpu_offload
 from decoding import TREE, run
 from oracle import build_model, generator, random_texts, tiny_config
-from rounds import (
-    FakeRecorder,
-    append,
-    assert_nodes,
-    assert_same_state,
-    filled_cache,
-    graphs_everywhere,
-    random_path,
-    random_tree,
-    run_round,
-)
+from rounds import append, assert_nodes, assert_same_state, filled_cache, random_path, random_tree, run_round
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import hf_treespec
-from hf_treespec import TokenTree, TreeConfig, ops, rounds
+from hf_treespec import TokenTree, TreeConfig, graphs, ops, rounds
 from hf_treespec.budgeting.live import RoundBudget
 from hf_treespec.fork import Fork
 
@@ -138,10 +129,35 @@ def test_twenty_rounds_are_one_graph():
 # Graphs, with a stand-in for CUDA
 
 
+class FakeRecorder:
+    """Replays by running again, and, like a graph, leaves the result in the tensors of the first time."""
+
+    made = []
+
+    def __init__(self) -> None:
+        self.made.append(self)
+        self.captures = self.replays = 0
+
+    def __call__(self, run):
+        self.captures += 1
+        result = run()
+
+        def replay() -> None:
+            self.replays += 1
+            for old, new in zip(tree_leaves(result), tree_leaves(run()), strict=True):
+                if old is not None:
+                    old.copy_(new)
+
+        return replay, result
+
+
 @pytest.fixture()
-def recorders():
-    with graphs_everywhere() as made:
-        yield made
+def recorders(monkeypatch):
+    """Graphs everywhere; yields the recorders made."""
+    FakeRecorder.made.clear()
+    monkeypatch.setattr(rounds, "CudaRecorder", FakeRecorder)
+    monkeypatch.setattr(rounds, "graphs_wanted", lambda model, cache, config: config.cuda_graphs is not False)
+    return FakeRecorder.made
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "seeds": [1, 2, 3]}])
@@ -160,11 +176,15 @@ def test_replayed_rounds_write_the_same(model, drafter, recorders, monkeypatch, 
     output = run(model, texts, 40, tree_config=TREE, assistant_model=drafter, **options)
     assert torch.equal(output[0].sequences, expected[0].sequences)
     assert output[0].tree_stats["accepted_lengths"] == expected[0].tree_stats["accepted_lengths"]
+    assert_same_state(output[0].cache, expected[0].cache)
     (recorder,) = recorders
-    # One per power of two of rows, and of capacity.
-    assert 1 <= recorder.captures <= 6 and recorder.replays > recorder.captures
+    # Forward, acceptance where the best logit decides, and commit; once per power of two of rows, and of capacity.
+    parts = 2 if options else 3
+    buckets = recorder.captures // parts
+    assert recorder.captures == parts * buckets and 1 <= buckets <= 6
+    assert recorder.replays > 2 * recorder.captures
     # What a capture takes is not taken for what a round takes.
-    assert sum(untimed) == recorder.captures
+    assert sum(untimed) == buckets
 
 
 def test_a_heads_streams_are_replayed(target, recorders):
@@ -172,12 +192,22 @@ def test_a_heads_streams_are_replayed(target, recorders):
     runs = [run(target, texts, 24, tree_config={"budget": 6, "cuda_graphs": graphs}) for graphs in (False, "auto")]
     assert torch.equal(runs[0][0].sequences, runs[1][0].sequences)
     assert runs[0][0].tree_stats["accepted_lengths"] == runs[1][0].tree_stats["accepted_lengths"]
+    # The head's windows too, which no graph commits.
+    assert_same_state(runs[0][0].cache, runs[1][0].cache)
     assert recorders[0].replays > 2
 
 
-@pytest.mark.parametrize("fault", ["raises", "differs"])
-def test_what_cannot_be_captured_runs_eagerly_with_one_warning(model, drafter, recorders, monkeypatch, caplog, fault):
-    def record(self, run):
+@pytest.mark.parametrize("part,fault", [(0, "raises"), (0, "differs"), (1, "raises"), (1, "differs"), (2, "raises")])
+def test_what_cannot_be_captured_runs_eagerly_with_one_warning(
+    model, drafter, recorders, monkeypatch, caplog, part, fault
+):
+    """Forward, acceptance or commit."""
+    made = []
+
+    def record(self, run, record=FakeRecorder.__call__):
+        made.append(run)
+        if len(made) <= part:
+            return record(self, run)
         if fault == "raises":
             raise RuntimeError("operation not permitted when stream is capturing")
         result = run()
@@ -185,23 +215,25 @@ def test_what_cannot_be_captured_runs_eagerly_with_one_warning(model, drafter, r
 
     monkeypatch.setattr(FakeRecorder, "__call__", record)
     texts = random_texts(generator(4), (19, 30))
-    expected = run(model, texts, 16, tree_config={**TREE, "cuda_graphs": False}, assistant_model=drafter)[1]
-    written = run(model, texts, 16, tree_config=TREE, assistant_model=drafter)[1]
-    assert torch.equal(torch.cat(written), torch.cat(expected))
+    expected = run(model, texts, 16, tree_config={**TREE, "cuda_graphs": False}, assistant_model=drafter)
+    written = run(model, texts, 16, tree_config=TREE, assistant_model=drafter)
+    assert torch.equal(torch.cat(written[1]), torch.cat(expected[1]))
+    assert_same_state(written[0].cache, expected[0].cache)
+    assert len(made) == part + 1
     assert len([record for record in caplog.records if "CUDA graph" in record.getMessage()]) == 1
 
 
 def test_what_is_known_not_to_be_captured():
     model = hf_treespec.enable(build_model(tiny_config()))
-    assert rounds.why_not_captured(model) is None
+    assert graphs.why_not_captured(model) is None
     handle = model.model.layers[1].register_forward_hook(lambda *args: None)
-    assert "layers.1" in rounds.why_not_captured(model)
+    assert "layers.1" in graphs.why_not_captured(model)
     handle.remove()
     quantised = copy.copy(model)
     quantised.hf_quantizer = object()
-    assert "quantised" in rounds.why_not_captured(quantised)
+    assert "quantised" in graphs.why_not_captured(quantised)
     cpu_offload(model, execution_device=torch.device("cpu"))
-    assert "accelerate" in rounds.why_not_captured(model)
+    assert "accelerate" in graphs.why_not_captured(model)
 
 
 def test_graphs_are_asked_for_where_there_can_be_some(model):
@@ -210,4 +242,4 @@ def test_graphs_are_asked_for_where_there_can_be_some(model):
     prompt = random_texts(generator(0), (5,))[0][None]
     with pytest.raises(ValueError, match="needs a CUDA device"):
         model.generate(prompt, tree_config={"budget": 1, "cuda_graphs": True})
-    assert not rounds.graphs_wanted(model, filled_cache(model, [prompt[0]]), TreeConfig())
+    assert not graphs.graphs_wanted(model, filled_cache(model, [prompt[0]]), TreeConfig())

@@ -1,0 +1,46 @@
+"""Two versions take turns on the same cases."""
+
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from hf_treespec.bench import against
+
+
+@pytest.mark.skipif(not (against.ROOT / ".git").exists(), reason="needs a clone")
+def test_this_version_against_its_last_commit(monkeypatch):
+    timed = []
+
+    def seconds(self, case: str, original=against.Version.seconds) -> float:
+        timed.append((self.root == against.ROOT, case))
+        return original(self, case)
+
+    monkeypatch.setattr(against.Version, "seconds", seconds)
+    options = ["HEAD", "--pairs", "1", "--tokens", "40", "--steps", "1", "--new-tokens", "6"]
+    result = CliRunner().invoke(against.app, options)
+    assert result.exit_code == 0, result.output
+    rows = re.findall(
+        r"^\| (.+?) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \[[\d.]+, [\d.]+\] \|$", result.output, re.MULTILINE
+    )
+    assert [row[0] for row in rows] == list(against.CASES)
+    for _, before, now, ratio in rows:
+        assert float(ratio) == pytest.approx(float(now) / float(before), rel=0.05)
+    assert timed == [(here, row[0]) for row in rows for here in (True, False)]
+
+
+def test_what_cannot_be_compared_is_said():
+    result = CliRunner().invoke(against.app, ["no-such-revision"])
+    assert result.exit_code == 2 and "no-such-revision" in result.output
+    result = CliRunner().invoke(against.app, ["HEAD", "--case", "encode"])
+    assert result.exit_code == 2 and "prefill" in result.output
+
+
+def test_another_package_than_the_versions_is_noticed(tmp_path):
+    version = against.Version(against.ROOT, {})
+    try:
+        version.root = tmp_path
+        with pytest.raises(RuntimeError, match="instead of the package"):
+            version.check()
+    finally:
+        version.close()
