@@ -17,6 +17,9 @@ import hf_treespec
 from hf_treespec import TokenTree, TreeConfig, graphs, ops, rounds
 from hf_treespec.budgeting.live import RoundBudget
 from hf_treespec.fork import Fork
+from hf_treespec.selection import TokenSelector
+from hf_treespec.texts import Texts
+from hf_treespec.verifying import Verifier
 
 
 # Operators that make the host wait, or whose result has a size that the device decides.
@@ -35,13 +38,14 @@ class Operators(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def fixed_round(model, cache, tokens: Tensor, paths: Tensor, valid: Tensor, lengths: Tensor):
-    """Verify, accept and commit: path, accepted counts and the lengths that make it count."""
-    fork = Fork(cache, TokenTree(tokens, paths, valid), None, lengths, cache.capacity, fixed=True)
+def fixed_round(model, cache, verifier, tokens: Tensor, paths: Tensor, valid: Tensor, rows: Tensor, lengths: Tensor):
+    """Verify, accept and commit, as a graph of the round does: path, accepted counts, emitted tokens and the lengths that
+    make it count."""
+    fork = Fork(cache, TokenTree(tokens, paths, valid), rows, lengths, cache.capacity, fixed=True)
     with cache.opened(fork):
-        predicted = model(**fork.model_inputs()).logits.argmax(-1)
-    path, accepted = ops.accept(tokens, paths, valid, predicted, "torch")
-    return path, accepted, fork.commit(path, accepted)
+        logits = model(**fork.model_inputs()).logits
+    verdict = verifier(logits, fork, torch.full_like(lengths, 6))
+    return verdict.path, verdict.accepted, verdict.emitted, fork.commit(verdict.path, verdict.accepted)
 
 
 def plausible_tree(model, cache, rng: torch.Generator, text_tokens: Tensor) -> TokenTree:
@@ -102,24 +106,32 @@ def test_twenty_rounds_are_one_graph():
     cache.reserve(256)
     counter = CompileCounter()
     compiled = torch.compile(fixed_round, fullgraph=True, backend=counter, dynamic=False)
-    accepted_counts, rng = set(), generator(5)
-    last = torch.tensor([3, 4])
+    accepted_counts, cut, rng = set(), False, generator(5)
+    last, rows = torch.tensor([3, 4]), torch.arange(2)
+    verifier = Verifier(TokenSelector(Texts(last[:, None], torch.zeros_like(last), 160)), end=torch.arange(20))
+    assert verifier.is_static
     with torch.no_grad():
         for _ in range(20):
             tree = plausible_tree(model, ordinary, rng, last)
-            arguments = (model, cache, tree.tokens, tree.paths, tree.valid, cache.lengths)
-            path, accepted, lengths = compiled(*arguments)
+            arguments = (model, cache, verifier, tree.tokens, tree.paths, tree.valid, rows, cache.lengths)
+            path, accepted, emitted, lengths = compiled(*arguments)
             with ordinary.fork(tree) as fork:
                 predicted = model(**fork.model_inputs()).logits.argmax(-1)
-                expected = ops.accept(tree.tokens, tree.paths, tree.valid, predicted)
+                nodes, counts = ops.accept(tree.tokens, tree.paths, tree.valid, predicted)
+                # No text goes on behind its end, nor beyond what it may have.
+                ends = predicted.gather(1, nodes.clamp(min=0)) < 20
+                until_end = torch.where(ends, torch.arange(1, 9), 9).amin(1)
+                expected = nodes, torch.minimum(counts, until_end).clamp(max=6)
+                cut |= bool((expected[1] < counts).any())
                 fork.refresh(*expected)
             assert torch.equal(path, expected[0]) and torch.equal(accepted, expected[1])
             cache.lengths = lengths
             cache.written = torch.maximum(cache.written, lengths)
             last = predicted.gather(1, path.gather(1, accepted[:, None] - 1))[:, 0]
+            assert torch.equal(last, emitted.gather(1, accepted[:, None] - 1)[:, 0])
             accepted_counts |= set(accepted.tolist())
         assert counter.frame_count == 1
-        assert len(accepted_counts) >= 3  # rounds that differ in what they commit
+        assert len(accepted_counts) >= 3 and cut  # rounds that differ in what they commit
         assert_same_state(cache, ordinary)
         with Operators() as operators:
             fixed_round(*arguments[:-1], cache.lengths)
@@ -160,7 +172,7 @@ def recorders(monkeypatch):
     return FakeRecorder.made
 
 
-@pytest.mark.parametrize("options", [{}, {"do_sample": True, "seeds": [1, 2, 3]}])
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "seeds": [1, 2, 3, 4]}])
 def test_replayed_rounds_write_the_same(model, drafter, recorders, monkeypatch, options):
     untimed = []
 
@@ -169,11 +181,12 @@ def test_replayed_rounds_write_the_same(model, drafter, recorders, monkeypatch, 
         original(self, rows, emitted, timed)
 
     monkeypatch.setattr(RoundBudget, "end", end)
-    texts = random_texts(generator(4), (19, 30, 8))
+    # Of four rows one leaves first: a graph of four then runs with a row of padding.
+    texts = random_texts(generator(4), (19, 30, 8, 13))
     plain = {**TREE, "cuda_graphs": False}
-    expected = run(model, texts, 40, tree_config=plain, assistant_model=drafter, **options)
+    expected = run(model, texts, 30, tree_config=plain, assistant_model=drafter, **options)
     assert not recorders and not any(untimed)
-    output = run(model, texts, 40, tree_config=TREE, assistant_model=drafter, **options)
+    output = run(model, texts, 30, tree_config=TREE, assistant_model=drafter, **options)
     assert torch.equal(output[0].sequences, expected[0].sequences)
     assert output[0].tree_stats["accepted_lengths"] == expected[0].tree_stats["accepted_lengths"]
     assert_same_state(output[0].cache, expected[0].cache)
@@ -215,8 +228,8 @@ def test_what_cannot_be_captured_runs_eagerly_with_one_warning(
 
     monkeypatch.setattr(FakeRecorder, "__call__", record)
     texts = random_texts(generator(4), (19, 30))
-    expected = run(model, texts, 16, tree_config={**TREE, "cuda_graphs": False}, assistant_model=drafter)
-    written = run(model, texts, 16, tree_config=TREE, assistant_model=drafter)
+    expected = run(model, texts, 9, tree_config={**TREE, "cuda_graphs": False}, assistant_model=drafter)
+    written = run(model, texts, 9, tree_config=TREE, assistant_model=drafter)
     assert torch.equal(torch.cat(written[1]), torch.cat(expected[1]))
     assert_same_state(written[0].cache, expected[0].cache)
     assert len(made) == part + 1
