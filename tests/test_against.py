@@ -36,11 +36,14 @@ def test_what_cannot_be_compared_is_said():
     assert result.exit_code == 2 and "prefill" in result.output
 
 
-def test_another_package_than_the_versions_is_noticed(tmp_path):
+ELSEWHERE = """print('"/elsewhere/hf_treespec/__init__.py"')"""
+
+
+@pytest.mark.parametrize("script,message", [(ELSEWHERE, "instead of the package"), ("1 / 0", "ended")])
+def test_a_version_that_does_not_run_is_noticed(tmp_path, monkeypatch, script, message):
+    (tmp_path / "cases.py").write_text(script)
+    monkeypatch.setattr(against.against_cases, "__file__", str(tmp_path / "cases.py"))
     version = against.Version(against.ROOT, {})
-    try:
-        version.root = tmp_path
-        with pytest.raises(RuntimeError, match="instead of the package"):
-            version.check()
-    finally:
-        version.close()
+    with pytest.raises(RuntimeError, match=message):
+        version.check()
+    version.close()

@@ -38,7 +38,7 @@ class Version:
         self.root = root
         source = Path(against_cases.__file__).read_text(encoding="utf-8")
         # No cost table of this machine decides what trees are drafted.
-        environment = {**os.environ, "HF_TREESPEC_CACHE": os.devnull}
+        environment = {**os.environ, "HF_TREESPEC_CACHE": os.devnull, "TRANSFORMERS_VERBOSITY": "error"}
         environment["PYTHONPATH"] = os.pathsep.join([str(root), str(root / "kernels")])
         command = [sys.executable, "-c", source, json.dumps(settings)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
