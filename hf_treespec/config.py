@@ -58,8 +58,8 @@ class TreeConfig:
             same rows and to this number of nodes (`True` is 8; else a multiple of 8, at least `budget`), and nothing
             is summed in an order that depends on what is drafted. Slower.
         cuda_graphs (`bool` or `"auto"`, defaults to `"auto"`):
-            Replay the verify forward as a CUDA graph, one per number of rows and cache capacity. `"auto"` does on CUDA
-            devices with the kernels. A model that cannot be captured falls back with one warning.
+            Replay forward, acceptance and commit as CUDA graphs, per number of rows and nodes and cache capacity.
+            `"auto"` does on CUDA devices with the kernels. A model that cannot be captured falls back with one warning.
 
     Raises:
         ValueError: for an unknown key or a value outside its range.

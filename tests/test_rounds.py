@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 import hf_treespec
 from hf_treespec import TokenTree, TreeConfig, graphs, ops, rounds
@@ -208,6 +209,24 @@ def test_a_heads_streams_are_replayed(target, recorders):
     # The head's windows too, which no graph commits.
     assert_same_state(runs[0][0].cache, runs[1][0].cache)
     assert recorders[0].replays > 2
+
+
+def test_queues_are_replayed(model, drafter, recorders):
+    """Whose rows go on to other texts, and are padding while they wait."""
+    prompts = [text.tolist() for text in random_texts(generator(6), (19, 30, 8, 13, 22))]
+    options = {"max_new_tokens": 8, "do_sample": False, "assistant_model": drafter}
+    cap = ContinuousBatchingConfig(page_size=64, num_blocks=4)
+    texts = [
+        [
+            output.generated_tokens
+            for output in model.generate_batch(
+                prompts, None, cap, tree_config={**TREE, "cuda_graphs": graphs}, **options
+            ).values()
+        ]
+        for graphs in (False, "auto")
+    ]
+    assert texts[0] == texts[1]
+    assert recorders[0].replays > recorders[0].captures
 
 
 @pytest.mark.parametrize("part,fault", [(0, "raises"), (0, "differs"), (1, "raises"), (1, "differs"), (2, "raises")])
