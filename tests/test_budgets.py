@@ -59,6 +59,28 @@ def test_the_chosen_prefix_is_the_best_one(seed):
     assert choice.columns == max(rates, key=rates.get) == choice.nodes[0]
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_level_is_drafted_where_some_depth_below_pays(batch):
+    """Behind one level of the first round, when all that is known of deeper ones is what is assumed at first."""
+    rng, answers = np.random.default_rng(0), []
+    for _ in range(40):
+        staircase, level = rng.uniform(0.1, 0.6, 6).cumsum() + 1, rng.uniform(0.0, 0.6)
+        costs = FunctionCosts(lambda n, b, c: np.interp(n, np.arange(1, 7), staircase), lambda s, w, b: level * s)  # noqa: B023
+        probabilities = rng.uniform(0.0, 0.9, (batch, 1, 3))
+        chooser = CostController(costs, 6, 3)
+        chooser.plan(batch, 100, 4)
+        chooser.add(Level(probabilities, np.ones((batch, 1))))
+        pool = frontier = np.sort(probabilities[:, 0], 1).mean(0)
+        rates = []
+        for levels in range(1, 5):
+            best = np.sort(pool)[::-1]
+            rates.append(max((1 + best[: n - 1].sum()) / (level * levels + staircase[n - 1]) for n in range(1, 7)))
+            pool = np.concatenate([pool, np.outer(0.8 ** (levels - 1) * np.array([0.8, 0.1, 0.05]), frontier).ravel()])
+        answers.append(max(rates[1:]) >= rates[0])
+        assert chooser.deeper() == answers[-1]
+    assert 5 < sum(answers) < 35
+
+
 def test_a_batch_shares_one_budget_where_padding_is_cheap():
     costs = FunctionCosts(lambda n, b, c: 1 + 0.12 * (n - 1), lambda levels, w, b: 0.1 * levels, padding=0.0)
     probabilities = [[0.9, 0.8, 0.7, 0.6], [0.05, 0.04, 0.03, 0.02], [0.5, 0.02, 0.01, 0.0]]
