@@ -128,7 +128,8 @@ def train_head(
     ],
     output: Annotated[Path, typer.Option(help="Folder for the head; the model's own puts it beside the model.")],
     work_dir: Annotated[
-        Path | None, typer.Option(help="Keeps texts and training state, to go on from. [default: OUTPUT/training]")
+        Path | None,
+        typer.Option(help="Keeps texts and training state, to go on from.", show_default="OUTPUT/training"),
     ] = None,
     initial: Annotated[
         str | None, typer.Option(help="Checkpoint whose head is trained on, instead of a new one.")
@@ -138,13 +139,15 @@ def train_head(
     max_new_tokens: MaxNewTokens = 128,
     max_length: Annotated[int, typer.Option(min=16, help="Texts are cut to this many tokens.")] = 512,
     learning_rate: Annotated[float, typer.Option(min=0.0)] = 2e-3,
-    block_size: Annotated[int | None, typer.Option(min=1, help="DSpark: tokens per block. [default: 5]")] = None,
-    noise_token_id: Annotated[int | None, typer.Option(help="DSpark: fills the block. [default: the last id]")] = None,
+    block_size: Annotated[int | None, typer.Option(min=1, help="DSpark: tokens per block.", show_default="5")] = None,
+    noise_token_id: Annotated[
+        int | None, typer.Option(help="DSpark: fills the block.", show_default="the last id")
+    ] = None,
     markov_rank: Annotated[
-        int | None, typer.Option(min=1, help="DSpark: rank of the Markov term. [default: 64]")
+        int | None, typer.Option(min=1, help="DSpark: rank of the Markov term.", show_default="64")
     ] = None,
     target_layer_ids: Annotated[
-        str | None, typer.Option(help="DSpark: layers it sees, comma-separated. [default: the last three]")
+        str | None, typer.Option(help="DSpark: layers it sees, comma-separated.", show_default="the last three")
     ] = None,
     seed: int = 0,
     bf16: Annotated[bool, typer.Option(help="Multiply in bf16 while training.")] = False,
@@ -223,7 +226,7 @@ def check(
     device_map: DeviceMap = None,
     minimum_length: Annotated[
         float | None,
-        typer.Option(min=1.0, help="Accepted length to reach. [default: 40 % of the head's published drafts]"),
+        typer.Option(min=1.0, help="Accepted length to reach.", show_default="40 % of the head's published drafts"),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Folder for `check.md` and `check.json`.")] = None,
 ) -> None:

@@ -131,7 +131,8 @@ def main(
     assistant: Annotated[str | None, typer.Option(help="Draft model; the shipped one by default.")] = None,
     head: Annotated[str | None, typer.Option(help="Checkpoint of the target whose head drafts instead.")] = None,
     table: Annotated[
-        Path | None, typer.Option(help="Cost table of `hf-treespec profile`. [default: the one in the cache folder]")
+        Path | None,
+        typer.Option(help="Cost table of `hf-treespec profile`.", show_default="the one in the cache folder"),
     ] = None,
     budget: Annotated[int, typer.Option(min=2, help="Nodes per round, at most.")] = 8,
     top_k: Annotated[int, typer.Option(min=2, help="Children per expanded node of the trees.")] = 3,

@@ -28,24 +28,26 @@ def bench(
         list[str] | None, typer.Option(help="Draft models; with the tiny target the tiny draft by default.")
     ] = None,
     drafter: Annotated[
-        list[str] | None, typer.Option(help="'auto', 'mtp', 'dspark', 'ngram'. [default: the checkpoint's head]")
+        list[str] | None, typer.Option(help="'auto', 'mtp', 'dspark', 'ngram'.", show_default="the checkpoint's head")
     ] = None,
     prompts: Annotated[
         list[str] | None,
         typer.Option(help="Sets: files as `generate --prompts` takes them, or `id[:config[:split]]` of `datasets`."),
     ] = None,
-    budgets: Annotated[str | None, typer.Option(help="Nodes per round, comma-separated. [default: 4,8]")] = None,
-    depths: Annotated[str | None, typer.Option(help="Drafted levels. [default: the budget's, 'default']")] = None,
-    top_k: Annotated[str | None, typer.Option(help="Children per node. [default: the budget's, 'default']")] = None,
+    budgets: Annotated[str | None, typer.Option(help="Nodes per round, comma-separated.", show_default="4,8")] = None,
+    depths: Annotated[str | None, typer.Option(help="Drafted levels.", show_default="the budget's, 'default'")] = None,
+    top_k: Annotated[
+        str | None, typer.Option(help="Children per node.", show_default="the budget's, 'default'")
+    ] = None,
     chains: Annotated[
-        str | None, typer.Option(help="Budgets of the chains to find the best among. [default: 2 to the largest]")
+        str | None, typer.Option(help="Budgets of the chains to find the best among.", show_default="2 to the largest")
     ] = None,
     controllers: Annotated[
         str, typer.Option(help="Of the trees, as in `TreeConfig`: 'fixed', 'cost', 'libra', 'speckv'.")
     ] = "fixed",
-    batches: Annotated[str | None, typer.Option(help="Prompts decoded together. [default: 1]")] = None,
+    batches: Annotated[str | None, typer.Option(help="Prompts decoded together.", show_default="1")] = None,
     temperatures: Annotated[
-        str | None, typer.Option(help="0 is greedy, 1 what the vendor recommends. [default: 0,1]")
+        str | None, typer.Option(help="0 is greedy, 1 what the vendor recommends.", show_default="0,1")
     ] = None,
     paper: Annotated[
         bool, typer.Option("--paper", help="Budgets 5 to 8, top_k 2, batches 1 to 64, three public sets, greedy.")

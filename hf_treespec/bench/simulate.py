@@ -48,7 +48,7 @@ def simulate(
     top_k: Annotated[int, typer.Option(min=2, help="Children per expanded node.")] = 2,
     max_new_tokens: Annotated[int, typer.Option(min=8, help="Tokens per text.")] = 128,
     context: Annotated[int, typer.Option(min=1, help="Tokens before each text that is drawn.")] = 512,
-    controllers: Annotated[str | None, typer.Option(help="Some of them, comma-separated. [default: all]")] = None,
+    controllers: Annotated[str | None, typer.Option(help="Some of them, comma-separated.", show_default="all")] = None,
     output: Annotated[Path | None, typer.Option(help="Folder for simulation.csv and plots.")] = None,
 ) -> None:
     """Compare budgets and controllers by replayed rounds and a cost table: no model runs, no machine is needed."""

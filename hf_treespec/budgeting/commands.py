@@ -16,8 +16,8 @@ Assistant = Annotated[
     str | None, typer.Option(help="Draft model; without one, the head in the target's checkpoint drafts.")
 ]
 Budget = Annotated[int, typer.Option(min=2, help="Nodes per row, at most, the root included.")]
-Depth = Annotated[int | None, typer.Option(help="Drafted levels, at most. [default: by budget]")]
-TopK = Annotated[int | None, typer.Option(help="Children per expanded node. [default: by budget]")]
+Depth = Annotated[int | None, typer.Option(help="Drafted levels, at most.", show_default="by budget")]
+TopK = Annotated[int | None, typer.Option(help="Children per expanded node.", show_default="by budget")]
 
 
 def profile(
@@ -30,7 +30,7 @@ def profile(
     batches: Annotated[str, typer.Option(help="Rows decoded together, comma-separated.")] = "1,2,4,8",
     contexts: Annotated[str, typer.Option(help="Tokens in the cache, comma-separated.")] = "256,2048",
     repeats: Annotated[int, typer.Option(min=1, help="Rounds per point, of which the median counts.")] = 25,
-    output: Annotated[Path | None, typer.Option(help="JSON file. [default: in the cache folder]")] = None,
+    output: Annotated[Path | None, typer.Option(help="JSON file.", show_default="in the cache folder")] = None,
     dtype: Dtype = "auto",
     device_map: DeviceMap = None,
 ) -> None:
@@ -66,7 +66,7 @@ def train_controller(
     rounds: Annotated[
         Path | None, typer.Option(help="Keeps the recorded rounds; they are read from here if it exists.")
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="safetensors file. [default: in the cache folder]")] = None,
+    output: Annotated[Path | None, typer.Option(help="safetensors file.", show_default="in the cache folder")] = None,
     dtype: Dtype = "auto",
     device_map: DeviceMap = None,
 ) -> None:
