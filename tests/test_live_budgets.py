@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import json
 import logging
 import sys
 
@@ -206,7 +207,7 @@ def test_a_cost_table_is_found_and_used(model, drafter, monkeypatch, tmp_path):
     assert find_table({**key, "drafter": "mtp"}) is None and table_path(key) != table_path({**key, "threads": 99})
 
 
-def test_profile_measures_every_shape(model, drafter, ticking):
+def test_profile_measures_every_shape(model, drafter, ticking, tmp_path):
     """With a clock of one tick per look, drafting and the rest of a round take one second each."""
     config = TreeConfig(budget=4, depth=2, top_k=2)
     table = profile(model, config, {}, drafter, batches=(1, 2), contexts=(16,), repeats=2)
@@ -218,6 +219,12 @@ def test_profile_measures_every_shape(model, drafter, ticking):
     # Four layers of four experts, two per token: one node touches 8, many touch all 16.
     experts = {(point.nodes, point.batch): point.experts for point in table.verify_points}
     assert experts[1, 1] == 8 and 8 < experts[4, 2] <= 16
+    assert all(point.runs >= 2 for point in table.verify_points)
+    # The fit and how far it is off go with the table: here all rounds take one second.
+    table.save(tmp_path / "table.json")
+    fit = json.loads((tmp_path / "table.json").read_text())["fit"]
+    assert fit["held_out_error"] < 0.1 and fit["seconds"]["fixed"] == pytest.approx(1.0, abs=0.1)
+    assert CostTable.load(tmp_path / "table.json") == table
 
 
 def test_decisions_do_not_grow_with_the_text():

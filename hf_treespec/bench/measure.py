@@ -76,8 +76,8 @@ class Bench:
     def __init__(self, target, tokenizer, ways: list[Way], workload: Workload) -> None:
         self.target, self.tokenizer, self.ways, self.workload = target, tokenizer, ways, workload
         end = None if workload.ignore_eos else target.generation_config.eos_token_id
-        # -1 is no token: texts end at `max_new_tokens` alone.
-        self.ends = [-1] if end is None else [end] if isinstance(end, int) else list(end)
+        # No token has the number `vocab_size`: texts end at `max_new_tokens` alone.
+        self.ends = [target.config.vocab_size] if end is None else [end] if isinstance(end, int) else list(end)
 
     def run(self, cells: list[Cell], pairs: int, log: RunLog, progress: Callable[[Iterable, str], Iterable]) -> None:
         """Measures what `log` does not hold yet: in every cell an observed turn, and `pairs` timed ones.

@@ -1,7 +1,6 @@
 """The commands `hf-treespec profile` and `hf-treespec train-controller`."""
 
 from pathlib import Path
-from statistics import median
 from typing import Annotated
 
 import typer
@@ -124,8 +123,6 @@ def _load(model: str, assistant: str | None, drafter: str, dtype: str, device_ma
 
 
 def _show(console: Console, table, path: Path) -> None:
-    from .fit import FEATURES, fit_costs, held_out_error
-
     points = Table("batch", "context", "nodes: ms", title="verification, with acceptance, commit and the host's work")
     for batch, context in sorted({(point.batch, point.context) for point in table.verify_points}):
         row = [point for point in table.verify_points if (point.batch, point.context) == (batch, context)]
@@ -137,10 +134,11 @@ def _show(console: Console, table, path: Path) -> None:
         row = [point for point in table.draft_points if point.batch == batch]
         drafts.add_row(str(batch), ", ".join(f"{point.levels}: {1000 * point.seconds:.2f}" for point in row))
     console.print(drafts)
-    fit = fit_costs(table.verify_points)
-    parts = ", ".join(f"{name} {fit.seconds[name]:.3g} s" for name in FEATURES)
+    parts = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in table.fit["seconds"].items())
     console.print(f"fit: {parts}; a padding node costs {table.padding:.2f} of a real one")
-    errors = f"{100 * median(fit.errors(table.verify_points)):.1f} % on all points"
-    if len(table.verify_points) >= 8:
-        errors += f", {100 * held_out_error(table.verify_points):.1f} % on the half it was not made on"
-    console.print(f"median error of the fit: {errors}; wrote {path}", soft_wrap=True)
+    held_out = table.fit["held_out_error"]
+    errors = f"{table.fit['median_error']:.1%} on all points"
+    errors += "" if held_out is None else f", {held_out:.1%} on the half that it was not made on"
+    runs = min(point.runs for point in table.verify_points)
+    console.print(f"median error of the fit: {errors}; points are medians of {runs} runs or more, taken in turns")
+    console.print(f"wrote {path}", soft_wrap=True)

@@ -56,8 +56,8 @@ class RoundCosts(ABC):
 class VerifyPoint:
     """A measured target forward: `batch` rows of `nodes` nodes behind `context` committed tokens each.
 
-    `seconds` is a median; `experts` the distinct experts it touched, summed over layers, and `context_bytes` the bytes of
-    committed state it read, where they are known: the fit needs them.
+    `seconds` is the median of `runs`; `experts` the distinct experts it touched, summed over layers, and `context_bytes`
+    the bytes of committed state it read, where they are known: the fit needs them.
     """
 
     nodes: int
@@ -66,6 +66,7 @@ class VerifyPoint:
     seconds: float
     experts: float | None = None
     context_bytes: float | None = None
+    runs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -88,12 +89,14 @@ class CostTable(RoundCosts):
         key: what the table holds for: model, drafter, device, dtype, threads and versions, see [`table_key`].
         verify_points, draft_points: measured, in any order. Every (batch, context) needs a point of 1 node.
         padding: see [`RoundCosts`].
+        fit: of the points, to be read: see [`describe`](hf_treespec.budgeting.fit.describe). Nothing is computed from it.
     """
 
     key: dict[str, Any] = field(default_factory=dict)
     verify_points: list[VerifyPoint] = field(default_factory=list)
     draft_points: list[DraftPoint] = field(default_factory=list)
     padding: float = 1.0
+    fit: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.verify_points:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 
@@ -63,6 +64,18 @@ def held_out_error(points: list[VerifyPoint]) -> float:
     halves = ordered[::2], ordered[1::2]
     errors = [fit_costs(one).errors(other) for one, other in (halves, halves[::-1])]
     return float(np.median(np.concatenate(errors)))
+
+
+def describe(points: list[VerifyPoint]) -> dict[str, Any]:
+    """The fit to all points as plain values: `"seconds"` by part, the `"median_error"` on these points, and the
+    `"held_out_error"`, `None` where there are too few points for two halves."""
+    fit = fit_costs(points)
+    held_out = held_out_error(points) if len(points) >= 2 * len(FEATURES) else None
+    return {
+        "seconds": fit.seconds,
+        "median_error": float(np.median(fit.errors(points))),
+        "held_out_error": held_out,
+    }
 
 
 def _features(points: list[VerifyPoint]) -> np.ndarray:

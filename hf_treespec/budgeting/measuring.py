@@ -63,7 +63,10 @@ class Measurement:
         """The medians."""
         table = CostTable(
             key=key,
-            verify_points=[VerifyPoint(*place, median(seconds)) for place, seconds in sorted(self._verify.items())],
+            verify_points=[
+                VerifyPoint(*place, median(seconds), runs=len(seconds))
+                for place, seconds in sorted(self._verify.items())
+            ],
             draft_points=[DraftPoint(*place, median(seconds)) for place, seconds in sorted(self._draft.items())],
         )
         shares = []

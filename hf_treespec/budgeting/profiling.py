@@ -12,6 +12,7 @@ from ..modeling import device_of, unwrap
 from ..prefill import prefill
 from ..tree import TokenTree
 from .costs import CostTable, VerifyPoint
+from .fit import describe
 from .measuring import Measurement, profiled, shapes
 
 
@@ -29,7 +30,7 @@ def profile(
     repeats: int = 25,
     progress: Callable[[int], None] = lambda rounds: None,
 ) -> CostTable:
-    """Decodes random prompts with rounds of every shape in turn, and takes medians.
+    """Decodes random prompts with rounds of every shape in turn, and takes medians over the turns.
 
     Seconds of verification are those of a whole round but its draft: acceptance, commit and the host's work are in.
 
@@ -54,7 +55,8 @@ def profile(
             with profiled(unwrap(model), measurement):
                 _measure(model, inputs, config, assistant_model, measurement, (batch, context), progress)
     table = measurement.table(key)
-    return replace(table, verify_points=[_with_features(model, point) for point in table.verify_points])
+    points = [_with_features(model, point) for point in table.verify_points]
+    return replace(table, verify_points=points, fit=describe(points))
 
 
 def rounds_to_time(tree_config: TreeConfig, repeats: int) -> int:
@@ -71,7 +73,8 @@ def _measure(model, inputs, config, assistant_model, measurement, place, progres
             assistant_model=assistant_model,
             max_new_tokens=_NEW_TOKENS,
             do_sample=False,
-            eos_token_id=-1,
+            # No token has this number: texts do not end.
+            eos_token_id=model.config.vocab_size,
             pad_token_id=0,
         )
         progress(measurement.rounds[place] - before)
