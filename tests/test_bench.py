@@ -10,8 +10,8 @@ import hf_treespec
 from hf_treespec import TreeConfig
 from hf_treespec.bench.acceptance import compare, measure
 from hf_treespec.bench.conditioning import PerDepthTreeGenerator
+from hf_treespec.bench.forwards import ForwardTimer
 from hf_treespec.bench.replay import Recording, observe, record, replay
-from hf_treespec.bench.speed import _ForwardTimer
 from hf_treespec.heads import head_of
 from hf_treespec.intervals import bootstrap, interleave, median_ratio, ratio_of_sums
 from hf_treespec.oracle import first_difference, oracle_logits
@@ -129,13 +129,16 @@ def test_first_difference_finds_a_wrong_token(ending_model, recording):
 
 
 def test_forward_timer_sees_rounds_and_no_prefill(ending_model):
-    timer = _ForwardTimer(ending_model, widest=3)
-    ending_model(input_ids=torch.tensor([[7, 8, 9]]))
-    first = timer.seconds
-    ending_model(input_ids=torch.tensor([[7, 8, 9, 10]]))
-    assert timer.seconds == first > 0
+    timer = ForwardTimer(ending_model, widest=3)
+    with timer.attached():
+        ending_model(input_ids=torch.tensor([[7, 8, 9]]))
+        first = timer.seconds
+        ending_model(input_ids=torch.tensor([[7, 8, 9, 10]]))
+        assert timer.seconds == first > 0
+        ending_model(input_ids=torch.tensor([[7, 8]]))
+        assert (second := timer.seconds) > first
     ending_model(input_ids=torch.tensor([[7, 8]]))
-    assert timer.seconds > first
+    assert timer.seconds == second
 
 
 def test_per_depth_candidates_are_the_chain_s(tmp_path):

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ import hf_treespec
 from hf_treespec import TreeConfig
 from hf_treespec.bench.measure import OBSERVED, Bench, Workload
 from hf_treespec.bench.memory import peak_memory
+from hf_treespec.bench.plots import draw
+from hf_treespec.bench.report import overview
 from hf_treespec.bench.runs import Run, RunLog
-from hf_treespec.bench.summary import summarize
+from hf_treespec.bench.summary import pool_sets, summarize
 from hf_treespec.bench.ways import Cell, Drafter, Shapes, make_drafters, make_ways, parse_shape
 from hf_treespec.prompts import load_prompts
 
@@ -66,6 +69,10 @@ def test_ways_are_the_shapes_once(draft):
         "s2_k2_d5",
         "s3_k2_d5",
     ]
+    bare = make_ways([drafter], Shapes((4,), (2,), (2,), (2, 3), ("fixed", "cost"), baselines=False))
+    assert [way.name for way in bare] == ["budget=1", "s2_k2_d4", "s2_k2_d4_cost"]
+    # Users have the fallback; fixed rows are what they say.
+    assert [way.tree_config.fallback for way in bare[1:]] == [False, True]
     assert parse_shape("s3_k2_d4") == (3, 2, 4) and parse_shape("budget=1") is None
 
 
@@ -90,6 +97,8 @@ def test_runs_hold_what_generate_did(measured, ways, target, tokenizer):
         assert sum(run.time.values()) < run.seconds - run.prefill_seconds
         assert (run.distinct_experts is None) == (run.repetition != OBSERVED)
         assert run.peak_bytes > 2**20
+        # Of the rounds: a prompt of so few columns is taken for one.
+        assert 0 < run.forward_seconds < run.seconds
     # Greedy or with equal seeds, all of ours write the same.
     for turn in {run.turn for run in measured.runs}:
         texts = {run.text for run in measured.runs if run.turn == turn and run.way != "stock"}
@@ -134,6 +143,7 @@ def run_of(way: str, repetition: int, seconds: float, rounds: int, **other) -> R
     drafter = "" if way in ("stock", "budget=1") else "mtp"
     time = {} if way == "stock" else {"draft": 0.1, "verify": 0.2}
     values = {"prefill_seconds": 0.5, "tokens": 60, "nodes": 0, "accepted_lengths": {2: rounds}, "time": time}
+    values |= {"forward_seconds": None if way == "stock" else 0.25}
     values |= {"distinct_experts": 3.5, "peak_bytes": 7, "text": "a", "repeated_share": 0.25, **other}
     return Run("x", 1, 0.0, repetition, drafter, way, seconds, rounds=rounds, **values)
 
@@ -156,11 +166,40 @@ def test_summaries_are_what_runs_come_to():
     assert tree.length_gain.value == pytest.approx(50)
     assert tree.tokens_per_second == pytest.approx((60 / 1.5 + 60 / 3) / 2)
     assert tree.decode_tokens_per_second == pytest.approx((60 / 1.0 + 60 / 2.5) / 2)
-    # The observed turn took 3 s, of which 0.5 s prefill.
-    assert tree.time == pytest.approx({"draft": 100 / 60, "verify": 200 / 60, "host": 2200 / 60})
+    # Four turns took 9 s, of which 2 s prefill, 1.2 s drafting and verification, and 1 s forwards.
+    assert tree.time == pytest.approx({"draft": 100 / 60, "verify": 200 / 60, "host": 5800 / 240})
+    assert tree.step_costs == pytest.approx({"draft": 1.5, "verify": 3.0}) and tree.implied_gain == pytest.approx(
+        2 / 3
+    )
+    assert tree.outside_forwards == pytest.approx(6 / 7)
     assert tree.same_text == 0.8 and tree.accepted_lengths == {2: 80} and tree.repeated_share == 0.25
     assert found["s3_k1_d4"].length_gain is None and set(found["budget=1"].speed_gains) == {"stock"}
     assert found["s1_k1_d2"].speed_gains.keys() == {"stock", "budget=1"}
+    assert (found["stock"].outside_forwards, found["budget=1"].implied_gain) == (None, None)
+
+
+def test_a_controller_is_compared_with_the_best_fixed_way_over_all_sets():
+    seconds = {"stock": 1.0, "budget=1": 3.0, "s1_k1_d2": 2.5, "s2_k2_d4": 2.0, "s2_k2_d4_cost": 1.5}
+    runs = [run_of(way, turn, seconds[way], 20) for turn in range(OBSERVED, 2) for way in seconds]
+    # On the other set all take twice as long.
+    runs += [replace(run, prompt_set="y", seconds=2 * run.seconds, tokens=30) for run in runs]
+    assert len(summarize(runs)) == 2 * len(seconds)
+    pooled = {summary.way: summary for summary in summarize(pool_sets(runs))}
+    cost = pooled["s2_k2_d4_cost"]
+    assert cost.cell == Cell("x, y", 1, 0.0) and len(pooled) == len(seconds)
+    assert cost.speed_gains["best fixed"].value == pytest.approx(2 / 1.5)
+    assert "best fixed" not in pooled["s2_k2_d4"].speed_gains
+    # 60 tokens a turn on one set, 30 on the other, 20 rounds each.
+    assert cost.accepted_length.value == pytest.approx(90 / 40)
+    assert cost.tokens_per_second == pytest.approx((60 / 1.5 + 30 / 3.0) / 2)
+
+
+def test_reports_without_baselines(tmp_path):
+    runs = [run_of(way, turn, 1.0, 20) for turn in range(OBSERVED, 2) for way in ("budget=1", "s2_k2_d4_cost")]
+    summaries = summarize(runs)
+    assert summaries[1].speed_gains.keys() == {"budget=1", "best fixed"}
+    assert "over matched chain" not in "".join(overview(summaries, summarize(pool_sets(runs))))
+    assert draw(tmp_path, summaries)
 
 
 def test_peak_memory_sees_what_was_held():
@@ -205,11 +244,12 @@ def test_bench_command_reports_and_draws(folder, tmp_path):
     report = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert "## Toy checkpoint" in report and "Not yet run on real weights" in report
     assert "### letters, temperature 0" in report and "| 2 | draft | s2_k3_d3 |" in report
+    # The table to quote is printed too; what is the same in all of its rows is left out.
+    start = report.index("| batch | drafter | way | tokens/s | over budget=1 | over stock |")
+    assert report[start : report.index("\n\n", start)] in result.output
     for name in ("accepted_length", "throughput_gain", "draft_strength", "round_time"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         assert f"({name}.png)" in report
-    widths = {line.count("|") for line in report.splitlines() if line.startswith("| letters")}
-    assert len(widths) == 1
     # Nothing is left to do, and other settings are refused.
     runs = (tmp_path / "runs.csv").read_text(encoding="utf-8")
     assert invoke("bench", *options).exit_code == 0

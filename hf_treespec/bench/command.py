@@ -49,6 +49,9 @@ def bench(
     temperatures: Annotated[
         str | None, typer.Option(help="0 is greedy, 1 what the vendor recommends.", show_default="0,1")
     ] = None,
+    baselines: Annotated[
+        bool, typer.Option(help="Whether stock `generate` and chains take turns too, beside `budget=1`.")
+    ] = True,
     paper: Annotated[
         bool, typer.Option("--paper", help="Budgets 5 to 8, top_k 2, batches 1 to 64, three public sets, greedy.")
     ] = False,
@@ -86,6 +89,9 @@ def bench(
         _check(shapes, cells)
         workload = {"max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos, "chat": chat}
         drafters = (assistant or [], drafter or [])
+        from .ways import Shapes
+
+        shapes = Shapes(**{name: tuple(values) for name, values in shapes.items()}, baselines=baselines)
         _run(output, model, drafters, (sources, limit, workload), shapes, cells, pairs, (dtype, device_map), plots)
 
 
@@ -122,10 +128,10 @@ def _run(output: Path, model, drafters, work, shapes, cells, pairs: int, placing
     from ..prompts import load_prompts
     from .measure import Bench, Workload
     from .plots import draw
-    from .report import to_markdown
+    from .report import overview, to_markdown
     from .runs import RunLog
-    from .summary import summarize
-    from .ways import Cell, Shapes, make_drafters, make_ways
+    from .summary import pool_sets, summarize
+    from .ways import Cell, make_drafters, make_ways
 
     (assistants, kinds), (sources, limit, workload) = drafters, work
     if model is None:
@@ -138,7 +144,7 @@ def _run(output: Path, model, drafters, work, shapes, cells, pairs: int, placing
         raise ValueError(f"`--prompts` has sets of one name: {', '.join(sources)}; rename a file.")
     target, tokenizer = load_target(model, *placing)
     loaded = {Path(name).name: load(name, *placing) for name in assistants}
-    ways = make_ways(make_drafters(target, loaded, kinds), Shapes(**{k: tuple(v) for k, v in shapes.items()}))
+    ways = make_ways(make_drafters(target, loaded, kinds), shapes)
     facts = environment()
     settings = {
         "model": model,
@@ -160,9 +166,11 @@ def _run(output: Path, model, drafters, work, shapes, cells, pairs: int, placing
     Bench(target, tokenizer, ways, Workload(prompts, **workload)).run(order, pairs, log, progress)
     summaries = summarize(log.runs)
     drawn = draw(output, summaries) if plots else {}
-    report = to_markdown({**settings, "pairs": pairs}, facts, summaries, drawn)
+    pooled = summarize(pool_sets(log.runs))
+    report = to_markdown({**settings, "pairs": pairs}, facts, summaries, pooled, drawn)
     (output / "report.md").write_text(report, encoding="utf-8")
-    Console().print(f"{output / 'report.md'}: {len(log.runs)} runs", markup=False, highlight=False)
+    Console().print("\n".join(overview(summaries, pooled)), markup=False, highlight=False, soft_wrap=True)
+    Console().print(f"{output / 'report.md'}: {len(log.runs)} runs", markup=False, highlight=False, soft_wrap=True)
 
 
 def _title(source: str) -> str:

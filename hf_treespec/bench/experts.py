@@ -22,13 +22,13 @@ from ..intervals import interleave, median_ratio
 from .speed import prefilled, progress, verify_step
 
 
-def expert_model(experts: int = 256, layers: int = 4):
+def expert_model(experts: int = 256, layers: int = 4, vocab_size: int = 512):
     """A random model whose expert weights outweigh the rest and the caches of a CPU."""
     from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
     torch.manual_seed(0)
     config = DeepseekV4Config(
-        vocab_size=512,
+        vocab_size=vocab_size,
         hidden_size=512,
         moe_intermediate_size=256,
         num_hidden_layers=layers,

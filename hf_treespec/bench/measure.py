@@ -13,6 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..intervals import synchronize
 from ..modeling import device_of, unwrap
 from ..prompts import encode_prompts
+from .forwards import ForwardTimer
 from .memory import peak_memory
 from .replay import repeated_share
 from .runs import Run, RunLog
@@ -75,6 +76,7 @@ class Bench:
 
     def __init__(self, target, tokenizer, ways: list[Way], workload: Workload) -> None:
         self.target, self.tokenizer, self.ways, self.workload = target, tokenizer, ways, workload
+        self._on_cpu = device_of(target).type == "cpu"
         end = None if workload.ignore_eos else target.generation_config.eos_token_id
         # No token has the number `vocab_size`: texts end at `max_new_tokens` alone.
         self.ends = [target.config.vocab_size] if end is None else [end] if isinstance(end, int) else list(end)
@@ -100,7 +102,8 @@ class Bench:
         inputs = encode_prompts(self.tokenizer, workload.batch(cell, repetition), workload.chat)
         inputs = {name: value.to(device_of(self.target)) for name, value in inputs.items()}
         options = self._options(cell, workload)
-        with peak_memory() as peak:
+        timer = self._timer(way)
+        with peak_memory() as peak, timer.attached():
             start = time.perf_counter()
             if way.tree_config is None:
                 sequences, stats = self._stock(inputs, options, repetition)
@@ -124,12 +127,21 @@ class Bench:
             stats.get("rounds", tokens),
             stats.get("nodes", tokens),
             stats.get("accepted_lengths", {1: tokens}),
-            spent,
+            # Only observed turns wait for a device after every phase.
+            spent if self._on_cpu or repetition == OBSERVED else {},
+            timer.seconds if timer.models else None,
             stats.get("distinct_experts"),
             peak.bytes,
             hashlib.sha256(repr(texts).encode()).hexdigest()[:16],
             repeated_share(texts),
         )
+
+    def _timer(self, way: Way) -> ForwardTimer:
+        """Of the models that a way runs."""
+        if not self._on_cpu or way.tree_config is None:
+            return ForwardTimer()
+        models = [] if way.drafter is None else [way.drafter.model, way.drafter.head]
+        return ForwardTimer(unwrap(self.target), *(model for model in models if model is not None))
 
     def _options(self, cell: Cell, workload: Workload) -> dict[str, Any]:
         options = {"max_new_tokens": workload.max_new_tokens, "pad_token_id": self.tokenizer.pad_token_id}

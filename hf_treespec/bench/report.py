@@ -1,26 +1,32 @@
 """The report of `hf-treespec bench`, in Markdown."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from ..intervals import Interval
 from .summary import Summary
-from .ways import PLAIN, STOCK, Cell
+from .ways import PLAIN, STOCK
 
 
 # Models below this number of parameters are toys: what holds of them need not hold of the real ones.
 TOY_PARAMETERS = 1_000_000_000
 REAL_COMMAND = "hf-treespec bench --paper --model deepseek-ai/DeepSeek-V4-Flash --output v4-flash"
-_BASES = (PLAIN, STOCK, "matched chain", "best chain")
+_BASES = (PLAIN, STOCK, "matched chain", "best chain", "best fixed")
 
 
 def to_markdown(
-    settings: dict[str, Any], environment: dict[str, str], summaries: list[Summary], plots: dict[str, str]
+    settings: dict[str, Any],
+    environment: dict[str, str],
+    summaries: list[Summary],
+    pooled: list[Summary],
+    plots: dict[str, str],
 ) -> str:
     """The report to read.
 
     Args:
         settings: of the run; `parameters` are the target's.
+        summaries, pooled: by set, and over all sets.
         plots: titles by file name.
     """
     toy = settings["parameters"] < TOY_PARAMETERS
@@ -35,9 +41,10 @@ def to_markdown(
         ]
     lines += [
         "Speeds are tokens per second of whole calls, medians over turns; gains are medians of interleaved pairs, and "
-        "all intervals 95 % bootstrap ones over turns. The best chain is chosen by what was measured here.",
+        "all intervals 95 % bootstrap ones over turns. The best chain is chosen by what was measured here. `implied` is "
+        "what the seconds of drafting and verification alone would gain over `budget=1`.",
         "",
-        *_overview(summaries),
+        *overview(summaries, pooled),
         *(f"![{title}]({name})" for name, title in plots.items()),
         "",
     ]
@@ -53,19 +60,35 @@ def _setting(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _overview(summaries: list[Summary]) -> list[str]:
-    """The fastest tree of every cell and drafter."""
-    best: dict[tuple[Cell, str], Summary] = {}
-    for summary in summaries:
-        key = (summary.cell, summary.drafter)
-        if summary.is_tree and (key not in best or summary.tokens_per_second > best[key].tokens_per_second):
-            best[key] = summary
+def overview(summaries: list[Summary], pooled: list[Summary]) -> list[str]:
+    """The one table to quote: plain decoding and all trees over all sets, with accepted lengths by set.
+
+    Args:
+        summaries: by set.
+        pooled: of the same runs over all sets.
+    """
+    sets = list(dict.fromkeys(s.cell.prompt_set for s in summaries))
+    lengths = {(s.cell, s.drafter, s.way): f"{s.accepted_length.value:.2f}" for s in summaries}
     rows = [
-        [*_cell(s.cell), s.drafter, s.way, f"{s.tokens_per_second:,.1f}", f"{s.accepted_length.value:.2f}", *_gains(s)]
-        for s in best.values()
+        [
+            f"{s.cell.temperature:g}",
+            str(s.cell.batch),
+            s.drafter,
+            s.way,
+            f"{s.tokens_per_second:,.1f}",
+            *_gains(s),
+            "" if s.implied_gain is None else f"{s.implied_gain:.2f}",
+            *(lengths[replace(s.cell, prompt_set=name), s.drafter, s.way] for name in sets if s.shape),
+            *("" for name in sets if not s.shape),
+            _percent(s.length_gain),
+            _share(s.outside_forwards),
+        ]
+        for s in pooled
+        if s.is_tree or s.way == PLAIN
     ]
-    names = ("set", "temperature", "batch", "drafter", "fastest tree", "tokens/s", "accepted length")
-    return _table((*names, *(f"over {base}" for base in _BASES)), rows)
+    names = ("temperature", "batch", "drafter", "way", "tokens/s", *(f"over {base}" for base in _BASES), "implied")
+    lengths = (f"tokens per round, {name}" for name in sets)
+    return _table((*names, *lengths, "over matched chain's", "outside forwards"), rows, constant=2)
 
 
 def _speeds(summaries: list[Summary]) -> list[str]:
@@ -99,6 +122,9 @@ def _rounds(summaries: list[Summary]) -> list[str]:
             _histogram(s.accepted_lengths),
             "" if s.distinct_experts is None else f"{s.distinct_experts:.1f}",
             *(f"{s.time[phase]:.2f}" for phase in phases),
+            " + ".join(f"{s.step_costs[phase]:.2f}" for phase in s.step_costs),
+            "" if s.implied_gain is None else f"{s.implied_gain:.2f}",
+            _share(s.outside_forwards),
             f"{s.repeated_share:.1%}",
         ]
         for s in summaries
@@ -106,15 +132,16 @@ def _rounds(summaries: list[Summary]) -> list[str]:
     ]
     names = ("batch", "drafter", "way", "accepted length", "without bonus", "over matched chain", "tokens: rounds")
     times = (f"{phase} ms/token" for phase in phases)
-    return _table((*names, "experts per layer", *times, "repeated 8-grams"), rows)
+    models = ("draft + verify, steps", "implied over budget=1", "outside forwards")
+    return _table((*names, "experts per layer", *times, *models, "repeated 8-grams"), rows)
 
 
 def _gains(summary: Summary) -> list[str]:
     return ["" if base not in summary.speed_gains else f"{summary.speed_gains[base]:.2f}" for base in _BASES]
 
 
-def _cell(cell: Cell) -> list[str]:
-    return [cell.prompt_set, f"{cell.temperature:g}", str(cell.batch)]
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
 
 
 def _percent(gain: Interval | None) -> str:
@@ -126,7 +153,10 @@ def _histogram(lengths: dict[int, int]) -> str:
     return ", ".join(f"{length}: {count / total:.0%}" for length, count in lengths.items())
 
 
-def _table(names: Iterable[str], rows: list[list[str]]) -> list[str]:
+def _table(names: Iterable[str], rows: list[list[str]], constant: int = 0) -> list[str]:
+    """Without columns that are empty, and without those of the first `constant` that say the same in every row."""
+    columns = list(zip(*rows, strict=True))
+    kept = [i for i, column in enumerate(columns) if any(column) and (i >= constant or len(set(column)) > 1)]
     names = list(names)
     lines = [names, ["---"] * len(names), *rows]
-    return [*(f"| {' | '.join(line)} |" for line in lines), ""]
+    return [*(f"| {' | '.join(line[i] for i in kept)} |" for line in lines), ""]

@@ -24,7 +24,8 @@ class Run:
         rounds: row by row, over all rows.
         nodes: verified, without padding.
         accepted_lengths: how many rounds emitted how many tokens.
-        time: seconds by phase; empty for stock.
+        time: seconds by phase; empty for stock, and where the device is not waited for.
+        forward_seconds: of the rounds, inside the models' forwards; `None` where they are not timed.
         distinct_experts: read per mixture layer and verification; known of observed turns only, since counting costs.
         peak_bytes: memory at the highest.
         text: a digest of all rows.
@@ -44,6 +45,7 @@ class Run:
     nodes: int
     accepted_lengths: dict[int, int]
     time: dict[str, float]
+    forward_seconds: float | None
     distinct_experts: float | None
     peak_bytes: int
     text: str
@@ -65,7 +67,7 @@ class Run:
 
 
 _COLUMNS = [field.name for field in fields(Run)]
-_JSON = ("accepted_lengths", "time", "distinct_experts")
+_JSON = ("accepted_lengths", "time", "forward_seconds", "distinct_experts")
 _READ: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(_COLUMNS, str),
     **dict.fromkeys(("batch", "repetition", "tokens", "rounds", "nodes", "peak_bytes"), int),

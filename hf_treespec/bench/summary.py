@@ -2,15 +2,15 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from statistics import median
+from dataclasses import dataclass, replace
+from statistics import fmean, median
 
 import torch
 
 from ..intervals import Interval, bootstrap, median_ratio, ratio_of_sums
 from .measure import OBSERVED
 from .runs import Run
-from .ways import PLAIN, STOCK, Cell, parse_shape
+from .ways import PLAIN, STOCK, Cell, has_controller, parse_shape
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,17 @@ class Summary:
         decode_tokens_per_second: without the prefill.
         accepted_length: tokens per round, the bonus token included.
         speed_gains: factors of `tokens_per_second` over `"stock"`, `"budget=1"`, and for what drafts over the
-            `"matched chain"` of as many nodes and the `"best chain"`, the same drafter's fastest here. The best is chosen
-            by what was measured, which favours it a little.
+            `"matched chain"` of as many nodes and the `"best chain"`, the same drafter's fastest here; with a controller
+            also over `"best fixed"`, the fastest way without one. The best is chosen by what was measured, which favours
+            it a little.
+        implied_gain: the factor over `budget=1` that the seconds in drafting and verification imply, were the rest of a
+            round free; `None` where nothing is drafted.
+        step_costs: seconds of drafting and of verification in a round, in verifications of `budget=1`.
+        outside_forwards: share of the rounds' seconds outside the models' forwards; `None` where they were not timed.
         length_gain: accepted length over the matched chain's, in %.
         accepted_lengths: how many rounds emitted how many tokens.
-        time: milliseconds per token by phase, and of the host around them (`"host"`); of the observed turn.
+        time: milliseconds per token by phase, and of the host around them (`"host"`); on an accelerator of the observed
+            turn, whose phases wait for it.
         distinct_experts: per mixture layer and verification.
         peak_bytes: the highest of all turns.
         same_text: share of turns whose texts are those of `budget=1`.
@@ -42,6 +48,9 @@ class Summary:
     decode_tokens_per_second: float
     accepted_length: Interval
     speed_gains: dict[str, Interval]
+    implied_gain: float | None
+    step_costs: dict[str, float]
+    outside_forwards: float | None
     length_gain: Interval | None
     accepted_lengths: dict[int, int]
     time: dict[str, float]
@@ -59,6 +68,17 @@ class Summary:
         return self.shape is not None and self.shape[1] > 1
 
 
+def pool_sets(runs: list[Run]) -> list[Run]:
+    """The runs as if all sets were one; its turns are those of all of them."""
+    sets = {name: place for place, name in enumerate(dict.fromkeys(run.prompt_set for run in runs))}
+    return [
+        replace(run, prompt_set=", ".join(sets), repetition=len(sets) * run.repetition + sets[run.prompt_set])
+        if run.repetition != OBSERVED
+        else replace(run, prompt_set=", ".join(sets), repetition=-1 - sets[run.prompt_set])
+        for run in runs
+    ]
+
+
 def summarize(runs: list[Run]) -> list[Summary]:
     """A summary per cell and way, in the order of the runs."""
     cells: dict[Cell, dict[tuple[str, str], list[Run]]] = {}
@@ -68,11 +88,14 @@ def summarize(runs: list[Run]) -> list[Summary]:
 
 
 def _summarize(cell: Cell, ways: dict[tuple[str, str], list[Run]], key: tuple[str, str]) -> Summary:
-    timed = {name: [run for run in runs if run.repetition != OBSERVED] for name, runs in ways.items()}
+    timed = {name: [run for run in runs if run.repetition >= 0] for name, runs in ways.items()}
     own, (drafter, way) = timed[key], key
-    bases = {name: ("", name) for name in (STOCK, PLAIN)} | _chains(timed, key)
+    bases = (
+        {name: ("", name) for name in (STOCK, PLAIN) if ("", name) in timed} | _chains(timed, key) | _fixed(timed, key)
+    )
     matched = bases.get("matched chain")
-    (observed,) = (run for run in ways[key] if run.repetition == OBSERVED)
+    observed = [run for run in ways[key] if run.repetition < 0]
+    phased, plain_phased = (_phased(ways[name]) for name in (key, ("", PLAIN)))
     plain = {run.repetition: run.text for run in ways["", PLAIN]}
     histogram = Counter()
     for run in own:
@@ -90,10 +113,13 @@ def _summarize(cell: Cell, ways: dict[tuple[str, str], list[Run]], key: tuple[st
             for name, base in bases.items()
             if base != key
         },
+        None if parse_shape(way) is None else _models(plain_phased, "tokens", ("verify",)) / _models(phased, "tokens"),
+        {} if way == STOCK else _step_costs(phased, plain_phased),
+        _outside_forwards(phased),
         None if matched in (None, key) else _length_gain(own, timed[matched]),
         dict(sorted(histogram.items())),
-        _time_per_token(observed),
-        observed.distinct_experts,
+        _time_per_token(phased),
+        fmean(run.distinct_experts for run in observed) if observed[0].distinct_experts is not None else None,
         max(run.peak_bytes for run in ways[key]),
         sum(run.text == plain[run.repetition] for run in ways[key]) / len(ways[key]),
         sum(run.repeated_share * run.tokens for run in own) / sum(run.tokens for run in own),
@@ -109,7 +135,16 @@ def _chains(timed: dict[tuple[str, str], list[Run]], key: tuple[str, str]) -> di
     chains = {other: chain for other, chain in chains.items() if chain[1] == 1}
     equal = [other for other, chain in chains.items() if chain[2] == shape[2]]
     found = {"matched chain": max(equal, key=lambda other: chains[other][0])} if equal else {}
-    return found | {"best chain": max(chains, key=lambda other: median(map(_speed, timed[other])))}
+    best = max(chains, key=lambda other: median(map(_speed, timed[other])), default=None)
+    return found | ({"best chain": best} if best else {})
+
+
+def _fixed(timed: dict[tuple[str, str], list[Run]], key: tuple[str, str]) -> dict[str, tuple[str, str]]:
+    """The fastest way without a controller, for one that has one."""
+    fixed = [other for other in timed if other[0] in ("", key[0]) and not has_controller(other[1])]
+    fixed = [other for other in fixed if other[1] != STOCK]
+    best = max(fixed, key=lambda other: median(map(_speed, timed[other])))
+    return {"best fixed": best} if has_controller(key[1]) else {}
 
 
 def _length_gain(own: list[Run], chain: list[Run]) -> Interval:
@@ -123,10 +158,37 @@ def _length_gain(own: list[Run], chain: list[Run]) -> Interval:
     return bootstrap(gain, len(own))
 
 
-def _time_per_token(run: Run) -> dict[str, float]:
-    decoding = run.seconds - run.prefill_seconds
-    seconds = run.time | {"host": decoding - sum(run.time.values())} if run.time else {}
-    return {phase: 1000 * value / run.tokens for phase, value in seconds.items()}
+def _phased(runs: list[Run]) -> list[Run]:
+    """The runs whose phases are known: timed ones, else those observed."""
+    return [run for run in runs if run.time and run.repetition >= 0] or [run for run in runs if run.repetition < 0]
+
+
+def _time_per_token(runs: list[Run]) -> dict[str, float]:
+    tokens = sum(run.tokens for run in runs)
+    seconds = {phase: sum(run.time.get(phase, 0.0) for run in runs) for phase in runs[0].time}
+    seconds |= {"host": _decoding(runs) - sum(seconds.values())} if seconds else {}
+    return {phase: 1000 * value / tokens for phase, value in seconds.items()}
+
+
+def _models(runs: list[Run], unit: str, phases: tuple[str, ...] = ("draft", "verify")) -> float:
+    """Seconds of phases per token, or per round."""
+    spent = sum(run.time.get(phase, 0.0) for run in runs for phase in phases)
+    return spent / sum(getattr(run, unit) for run in runs)
+
+
+def _step_costs(runs: list[Run], plain: list[Run]) -> dict[str, float]:
+    step = _models(plain, "rounds", ("verify",))
+    return {phase: _models(runs, "rounds", (phase,)) / step for phase in ("draft", "verify")}
+
+
+def _outside_forwards(runs: list[Run]) -> float | None:
+    if any(run.forward_seconds is None for run in runs):
+        return None
+    return 1 - sum(run.forward_seconds for run in runs) / _decoding(runs)
+
+
+def _decoding(runs: list[Run]) -> float:
+    return sum(run.seconds - run.prefill_seconds for run in runs)
 
 
 def _speed(run: Run) -> float:

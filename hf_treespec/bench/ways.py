@@ -60,6 +60,7 @@ class Shapes:
     Attributes:
         chains: budgets of the chains among which the best one is looked for, besides those that match `budgets`.
         controllers: of the trees, as in `TreeConfig`; depth and budget are caps where they choose.
+        baselines: whether stock `generate` and chains take turns too, beside plain decoding.
     """
 
     budgets: tuple[int, ...]
@@ -67,12 +68,15 @@ class Shapes:
     top_ks: tuple[int | None, ...]
     chains: tuple[int, ...]
     controllers: tuple[str, ...] = ("fixed",)
+    baselines: bool = True
 
 
 def make_ways(drafters: Iterable[Drafter], shapes: Shapes) -> list[Way]:
     """Stock `generate`, plain decoding, and every drafter's chains and trees, each shape once."""
-    ways = {way.key: way for way in (Way(STOCK), Way(PLAIN, TreeConfig(budget=1)))}
-    chains = [(size, None, 1, "fixed") for size in sorted({*shapes.budgets, *shapes.chains})]
+    plain, stock = Way(PLAIN, TreeConfig(budget=1)), Way(STOCK)
+    ways = {way.key: way for way in ([stock, plain] if shapes.baselines else [plain])}
+    sizes = sorted({*shapes.budgets, *shapes.chains}) if shapes.baselines else []
+    chains = [(size, None, 1, "fixed") for size in sizes]
     trees = product(shapes.budgets, shapes.depths, shapes.top_ks, shapes.controllers)
     shaped = [shape for shape in [*chains, *trees] if shape[0] > 1]
     for drafter in drafters:
@@ -82,7 +86,9 @@ def make_ways(drafters: Iterable[Drafter], shapes: Shapes) -> list[Way]:
 
 
 def _way(drafter: Drafter, budget: int, depth: int | None, top_k: int | None, controller: str) -> Way:
-    config = TreeConfig(budget, depth, top_k, drafter.setting, controller=controller, fallback=False)
+    # Named controllers run as users run them.
+    fallback = controller != "fixed"
+    config = TreeConfig(budget, depth, top_k, drafter.setting, controller=controller, fallback=fallback)
     config.depth, config.top_k = draft_depth(config, drafter.head), config.resolved_top_k
     suffix = "" if controller == "fixed" else f"_{controller}"
     return Way(f"s{config.depth}_k{config.top_k}_d{budget}{suffix}", config, drafter)
@@ -93,6 +99,11 @@ def parse_shape(name: str) -> tuple[int, int, int] | None:
     if name in (STOCK, PLAIN):
         return None
     return tuple(int(part[1:]) for part in name.split("_")[:3])
+
+
+def has_controller(name: str) -> bool:
+    """Whether a way's depth and nodes are chosen round by round."""
+    return name.count("_") > 2
 
 
 def make_drafters(target, assistants: dict[str, Any], settings: Iterable[str]) -> list[Drafter]:
