@@ -230,6 +230,8 @@ def test_simulate_command(tmp_path):
     result = invoke("simulate", *options, "--output", str(tmp_path))
     assert result.exit_code == 0, result.output
     assert "throughput over budget=1" in result.output and "oracle" in result.output
+    # Nothing is cut off in a narrow terminal.
+    assert "…" not in result.output
     lines = (tmp_path / "simulation.csv").read_text().splitlines()
     assert len(lines) == 1 + 2 * (1 + len(CONTROLLERS))
     for name in ("throughput_over_batch", "throughput_over_budget", "tree_over_chain"):
@@ -246,6 +248,7 @@ def test_simulate_command(tmp_path):
         (["--acceptance", "gsm8k", "--controllers", "psychic"], "allowed values are"),
         (["--rounds", "missing.safetensors"], "pass `--model` and `--prompts` to record them"),
         (["--acceptance", "gsm8k", "--costs", "missing.json"], "missing.json"),
+        (["--acceptance", "gsm8k", "--limit", "4", "--max-new-tokens", "8", "--batches", "4"], "2 texts are walked"),
     ],
 )
 def test_simulate_refuses(options, message):

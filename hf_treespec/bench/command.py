@@ -28,7 +28,10 @@ def bench(
         list[str] | None, typer.Option(help="Draft models; with the tiny target the tiny draft by default.")
     ] = None,
     drafter: Annotated[
-        list[str] | None, typer.Option(help="'auto', 'mtp', 'dspark', 'ngram'.", show_default="the checkpoint's head")
+        list[str] | None,
+        typer.Option(
+            help="'auto', 'mtp', 'dspark', 'ngram'.", show_default="the checkpoint's head, without `--assistant`"
+        ),
     ] = None,
     prompts: Annotated[
         list[str] | None,
@@ -136,7 +139,7 @@ def _run(output: Path, model, drafters, work, shapes, cells, pairs: int, placing
     (assistants, kinds), (sources, limit, workload) = drafters, work
     if model is None:
         model, assistants = str(checkpoint("tiny-target")), assistants or [str(checkpoint("tiny-draft"))]
-    kinds = kinds or (["auto"] if ships_head(model) else [])
+    kinds = kinds or (["auto"] if not assistants and ships_head(model) else [])
     if not kinds and not assistants:
         raise ValueError(f"{model!r} ships no draft head: pass `--assistant MODEL` or `--drafter ngram`.")
     prompts = {_title(source): [row["prompt"] for row in load_prompts(source)[:limit]] for source in sources}

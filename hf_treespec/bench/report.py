@@ -81,14 +81,15 @@ def overview(summaries: list[Summary], pooled: list[Summary]) -> list[str]:
             *(lengths[replace(s.cell, prompt_set=name), s.drafter, s.way] for name in sets if s.shape),
             *("" for name in sets if not s.shape),
             _percent(s.length_gain),
+            _steps(s),
             _share(s.outside_forwards),
         ]
         for s in pooled
         if s.is_tree or s.way == PLAIN
     ]
     names = ("temperature", "batch", "drafter", "way", "tokens/s", *(f"over {base}" for base in _BASES), "implied")
-    lengths = (f"tokens per round, {name}" for name in sets)
-    return _table((*names, *lengths, "over matched chain's", "outside forwards"), rows, constant=2)
+    lengths = (*(f"tokens/round, {name}" for name in sets), "tokens/round over matched chain")
+    return _table((*names, *lengths, "draft + verify, steps", "outside forwards"), rows, constant=2)
 
 
 def _speeds(summaries: list[Summary]) -> list[str]:
@@ -122,7 +123,7 @@ def _rounds(summaries: list[Summary]) -> list[str]:
             _histogram(s.accepted_lengths),
             "" if s.distinct_experts is None else f"{s.distinct_experts:.1f}",
             *(f"{s.time[phase]:.2f}" for phase in phases),
-            " + ".join(f"{s.step_costs[phase]:.2f}" for phase in s.step_costs),
+            _steps(s),
             "" if s.implied_gain is None else f"{s.implied_gain:.2f}",
             _share(s.outside_forwards),
             f"{s.repeated_share:.1%}",
@@ -138,6 +139,10 @@ def _rounds(summaries: list[Summary]) -> list[str]:
 
 def _gains(summary: Summary) -> list[str]:
     return ["" if base not in summary.speed_gains else f"{summary.speed_gains[base]:.2f}" for base in _BASES]
+
+
+def _steps(summary: Summary) -> str:
+    return " + ".join(f"{cost:.2f}" for cost in summary.step_costs.values())
 
 
 def _share(value: float | None) -> str:

@@ -157,7 +157,13 @@ def _record(path, chain_path, model, assistant, prompts, limit, max_new_tokens, 
 
 def _table(points, names: tuple[str, ...]) -> Table:
     plain = {point.batch: point.rate for point in points if point.budget == 1}
-    table = Table("batch", "D", "budget=1, tokens/s", *names, title="throughput over budget=1 (accepted length)")
+    # Narrow enough for 80 columns.
+    style = {
+        "box": None,
+        "pad_edge": False,
+        "title": "throughput over budget=1 (accepted length); plain: its tokens/s",
+    }
+    table = Table("batch", "D", "plain", *(name.replace("-", " ") for name in names), **style)
     found = {(point.batch, point.budget, point.controller): point for point in points}
     for batch, budget in dict.fromkeys((p.batch, p.budget) for p in points if p.budget > 1):
         row = [found[batch, budget, name] for name in names]

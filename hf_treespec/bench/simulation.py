@@ -64,14 +64,20 @@ class Simulation:
             progress: wraps the iterable over batches.
 
         Raises:
-            ValueError: for an unknown controller.
+            ValueError: for an unknown controller, and for batches that there are too few texts for.
         """
-        budgets, controllers = list(budgets), list(controllers)
+        budgets, batches, controllers = list(budgets), list(batches), list(controllers)
         unknown = sorted(set(controllers) - set(CONTROLLERS))
         if unknown:
             raise ValueError(f"`controllers` has {unknown}; allowed values are {CONTROLLERS}.")
+        walked = len(self.trees.starts)
+        if max(batches) > walked:
+            raise ValueError(
+                f"`batches` has {max(batches)}, and {walked} texts are walked, every other one (SpecKV's network learns on "
+                "the rest): take smaller batches or more texts (`--limit`)."
+            )
         points = []
-        for batch in progress(list(batches)):
+        for batch in progress(batches):
             points.append(_point(PLAIN, 1, batch, 0, self._chains.fixed(0, 1, batch)))
             points += [self._best(name, budget, batch) for budget in budgets for name in controllers]
         return points
