@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 import hf_treespec
 from hf_treespec import TreeConfig
 from hf_treespec.bench import experts as bench
+from hf_treespec.bench.toys import expert_pair
 from hf_treespec.experts import CPU_COPIES, TreeExperts, choose_implementation
 
 
@@ -137,3 +138,12 @@ def test_the_table_has_every_implementation():
     result = CliRunner().invoke(app, ["--nodes", "2", "--pairs", "2", "--experts", "8", "--layers", "1"])
     assert result.exit_code == 0, result.output
     assert all(name in result.output for name in ("chosen", "eager", "batched_mm", "grouped_mm"))
+
+
+def test_the_toy_draft_guesses_some_tokens_of_the_toy_target():
+    """A pair that agrees always, or never, says nothing about budgets."""
+    target, draft = expert_pair(16, 2, 1024)
+    tokens = torch.randint(1024, (1, 64), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours, theirs = (model(tokens, use_cache=False).logits.argmax(-1) for model in (draft, target))
+    assert 0.2 < (ours == theirs).float().mean() < 0.8
