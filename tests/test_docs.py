@@ -136,7 +136,9 @@ def test_documented_commands_and_links_exist(document):
     text = document.read_text(encoding="utf-8")
     commands = get_command(app).commands
     for name, rest in re.findall(r"hf-treespec (\w[\w-]*)((?:\\\n|[^`\n])*)", text):
-        options = {option for parameter in commands[name].params for option in parameter.opts}
+        options = {
+            option for parameter in commands[name].params for option in parameter.opts + parameter.secondary_opts
+        }
         assert set(re.findall(r"--[\w-]+", rest.partition("#")[0])) <= options, name
     for rest in re.findall(r"generate_distributed\.py ((?:\\\n|[^`\n])*)", text):
         source = (ROOT / "examples" / "generate_distributed.py").read_text(encoding="utf-8")
