@@ -8,6 +8,7 @@ import pytest
 import torch
 from oracle import TOLERANCE, assert_greedy, assert_logits, oracle_last_logits
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from hf_treespec import TokenTree, TreeCache, rounds
 from hf_treespec.prefill import prefill
@@ -165,19 +166,16 @@ class FakeRecorder:
 
         def replay() -> None:
             self.replays += 1
-            logits, scratch, streams = run()
-            result[0].copy_(logits)
-            for key, value in scratch.items():
-                result[1][key].copy_(value)
-            for old, new in zip(result[2] or [], streams or []):
-                old.copy_(new)
+            for old, new in zip(tree_leaves(result), tree_leaves(run()), strict=True):
+                if old is not None:
+                    old.copy_(new)
 
         return replay, result
 
 
 @contextmanager
 def graphs_everywhere() -> Iterator[list[FakeRecorder]]:
-    """Forwards are captured where they would be on CUDA, whatever holds the model; yields the recorders made."""
+    """Rounds are captured where they would be on CUDA, whatever holds the model; yields the recorders made."""
     FakeRecorder.made.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rounds, "CudaRecorder", FakeRecorder)

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from hf_treespec.bench import against
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (against.ROOT / ".git").exists(), reason="needs a clone")
 def test_this_version_against_its_last_commit(monkeypatch):
     timed = []

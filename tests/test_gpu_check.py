@@ -8,19 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_rounds import FakeRecorder
+from rounds import graphs_everywhere
 from typer.testing import CliRunner
 
 import treespec_kernels
-from hf_treespec import rounds
 from hf_treespec.bench import gpu_check
 
 
-def test_it_checks_and_times_every_kernel(tmp_path, monkeypatch):
+def test_it_checks_and_times_every_kernel(tmp_path):
     # A stand-in where there is no GPU to capture on.
-    monkeypatch.setattr(rounds, "CudaRecorder", FakeRecorder)
-    monkeypatch.setattr(rounds, "graphs_wanted", lambda model, cache, config: config.cuda_graphs is not False)
-    result = CliRunner().invoke(gpu_check.app, ["--small", "--output", str(tmp_path / "check.json")])
+    with graphs_everywhere():
+        result = CliRunner().invoke(gpu_check.app, ["--small", "--output", str(tmp_path / "check.json")])
     assert result.exit_code == 0, result.output
     written = json.loads((tmp_path / "check.json").read_text())
     assert all(check["passed"] for check in written["checks"])

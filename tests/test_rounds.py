@@ -7,15 +7,24 @@ import torch
 from accelerate import cpu_offload
 from decoding import TREE, run
 from oracle import build_model, generator, random_texts, tiny_config
-from rounds import append, assert_nodes, assert_same_state, filled_cache, random_path, random_tree, run_round
+from rounds import (
+    FakeRecorder,
+    append,
+    assert_nodes,
+    assert_same_state,
+    filled_cache,
+    graphs_everywhere,
+    random_path,
+    random_tree,
+    run_round,
+)
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 import hf_treespec
-from hf_treespec import TokenTree, TreeConfig, graphs, ops, rounds
+from hf_treespec import TokenTree, TreeConfig, graphs, ops
 from hf_treespec.budgeting.live import RoundBudget
 from hf_treespec.fork import Fork
 from hf_treespec.selection import TokenSelector
@@ -142,35 +151,10 @@ def test_twenty_rounds_are_one_graph():
 # Graphs, with a stand-in for CUDA
 
 
-class FakeRecorder:
-    """Replays by running again, and, like a graph, leaves the result in the tensors of the first time."""
-
-    made = []
-
-    def __init__(self) -> None:
-        self.made.append(self)
-        self.captures = self.replays = 0
-
-    def __call__(self, run):
-        self.captures += 1
-        result = run()
-
-        def replay() -> None:
-            self.replays += 1
-            for old, new in zip(tree_leaves(result), tree_leaves(run()), strict=True):
-                if old is not None:
-                    old.copy_(new)
-
-        return replay, result
-
-
 @pytest.fixture()
-def recorders(monkeypatch):
-    """Graphs everywhere; yields the recorders made."""
-    FakeRecorder.made.clear()
-    monkeypatch.setattr(rounds, "CudaRecorder", FakeRecorder)
-    monkeypatch.setattr(rounds, "graphs_wanted", lambda model, cache, config: config.cuda_graphs is not False)
-    return FakeRecorder.made
+def recorders():
+    with graphs_everywhere() as made:
+        yield made
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "seeds": [1, 2, 3, 4]}])
