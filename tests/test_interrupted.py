@@ -136,7 +136,7 @@ def ctrl_c_at_line(count: int):
         sys.settrace(previous)
 
 
-@pytest.mark.parametrize("lengths", [(26, 41), (58, 63)], ids=["", "growing"])
+@pytest.mark.parametrize("lengths", [(26, 41), pytest.param((58, 63), marks=pytest.mark.slow)], ids=["", "growing"])
 def test_ctrl_c_at_any_line_of_a_round(model, lengths):
     rng = generator(7)
     texts = random_texts(rng, lengths)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -19,6 +20,7 @@ def call(*arguments) -> None:
     subprocess.run([sys.executable, EXAMPLES / "train_draft.py", *map(str, arguments)], check=True)
 
 
+@pytest.mark.slow
 def test_a_draft_is_trained_and_drafts(tmp_path):
     folder = checkpoint("tiny-target")
     target = AutoModelForCausalLM.from_pretrained(folder).eval()

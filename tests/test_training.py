@@ -90,7 +90,7 @@ def test_the_loss_sees_what_drafting_computes(target, kind, monkeypatch):
         assert difference <= 1e-5, (step, difference)
 
 
-@pytest.mark.parametrize("kind", ["mtp", "dspark"])
+@pytest.mark.parametrize("kind", ["mtp", pytest.param("dspark", marks=pytest.mark.slow)])
 def test_training_pays(target, kind, tmp_path, monkeypatch):
     """A few steps on the model's own text, interrupted and resumed, lengthen what is accepted of unseen text."""
     rows = [(text.tolist(), 12) for text in run(target, random_texts(generator(7), (12,) * 40), 24, **PLAIN)[1]]
