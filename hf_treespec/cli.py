@@ -137,7 +137,7 @@ def train_head(
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 1000,
     batch_size: Annotated[int, typer.Option(min=1, help="Texts per step.")] = 8,
     max_new_tokens: MaxNewTokens = 128,
-    max_length: Annotated[int, typer.Option(min=16, help="Texts are cut to this many tokens.")] = 512,
+    max_length: Annotated[int, typer.Option(min=16, help="Texts are cut to their last tokens.")] = 512,
     learning_rate: Annotated[float, typer.Option(min=0.0)] = 2e-3,
     block_size: Annotated[int | None, typer.Option(min=1, help="DSpark: tokens per block.", show_default="5")] = None,
     noise_token_id: Annotated[

@@ -105,3 +105,15 @@ def test_every_slot_is_written_once(model, count):
     assert len(slots) >= 9 and all(len(set(written)) == len(written) for written in slots)
     # Token ids, and at least the windows.
     assert sorted(map(len, slots))[-2] > min(count, 40)
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_layers_are_written_as_each_alone(skips):
+    rng = generator(3)
+    states, scratch = torch.randn(3, 2, 5, 4, generator=rng), torch.randn(3, 2, 7, 4, generator=rng)
+    target, source = torch.tensor([1, 9, ~3 if skips else 3]), torch.tensor([0, 13, 6])
+    alone = states.clone()
+    for state, values in zip(alone, scratch):
+        ops.scatter_path(state, values, target, source, skips=skips)
+    ops.scatter_path(states, scratch, target, source, skips=skips, layers=True)
+    assert torch.equal(states, alone) and torch.equal(states[:, 0, 1], scratch[:, 0, 0])

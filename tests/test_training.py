@@ -128,6 +128,17 @@ def test_training_pays(target, kind, tmp_path, monkeypatch):
     hf_treespec.enable(hf_treespec.disable(target))
 
 
+def test_long_prompts_leave_something_to_train_on(target, tmp_path):
+    """Texts are cut at their front: of prompts alone there would be no loss, and the head would come out as NaN."""
+    rows = [(text.tolist(), 40) for text in random_texts(generator(5), (44,) * 6)]
+    assert train._cut(*rows[0], 16) == (rows[0][0][-16:], 12)
+    assert train._cut(*rows[0], 64) == rows[0]
+    head = new_head(target, "mtp", {}, seed=1)
+    options = {"steps": 1, "batch_size": 4, "max_length": 16, "learning_rate": 1e-3, "seed": 0}
+    (loss,) = train_head(target, head, rows, tmp_path / "state.pt", **options)
+    assert 0 < loss < 20 and all(parameter.isfinite().all() for parameter in head.parameters())
+
+
 class WantsScale:
     """A learner that would have a head's logits `factor` times as large as they are."""
 

@@ -1,6 +1,6 @@
 """Long prompts: prefill and decoding steps against stock, as interleaved pairs with bootstrap intervals.
 
-python -m hf_treespec.bench.speed
+    python -m hf_treespec.bench.speed
 
 A random model and an 8,192-token prompt. What decoding gains on prompts, `hf-treespec bench` measures.
 """

@@ -29,7 +29,8 @@ class Summary:
         implied_gain: the factor over `budget=1` that the seconds in drafting and verification imply, were the rest of a
             round free; `None` where nothing is drafted.
         step_costs: seconds of drafting and of verification in a round, in verifications of `budget=1`.
-        outside_forwards: share of the rounds' seconds outside the models' forwards; `None` where they were not timed.
+        outside_forwards: share of the calls' seconds, behind the prefill, outside the models' forwards; `None` where they
+            were not timed.
         length_gain: accepted length over the matched chain's, in %.
         accepted_lengths: how many rounds emitted how many tokens.
         time: milliseconds per token by phase, and of the host around them (`"host"`); on an accelerator of the observed

@@ -79,7 +79,7 @@ def train_head(
         model: the target, enabled. Its parameters are not trained.
         head: trained in place.
         rows: texts (token ids, prompt length); the last 2 % are held out.
-        steps: optimizer steps in all, each of `batch_size` texts cut to `max_length` tokens.
+        steps: optimizer steps in all, each of `batch_size` texts, of which the last `max_length` tokens are taken.
         bf16: whether the head's products are in bf16; its weights and the model stay as they are.
         teacher_temperature: of the model's distributions. Below 1 the head learns the first choices rather than the
             rest: greedy verification asks for no more.
@@ -87,7 +87,7 @@ def train_head(
     Returns:
         Held-out losses, one at each save.
     """
-    texts = [(ids[:max_length], prompt_length) for ids, prompt_length in rows]
+    texts = [_cut(ids, prompt_length, max_length) for ids, prompt_length in rows]
     held_out = held_out_count(texts)
     if len(texts) - held_out < batch_size:
         raise ValueError(f"{len(texts)} texts are too few: a batch takes {batch_size}, {held_out} are held out.")
@@ -134,6 +134,12 @@ def _fit_scale(head: DraftHead, learner: "_Learner", texts: list[Text]) -> None:
         head.scale_logits(factor / now)
         now, losses[factor] = factor, float(learner.loss(texts, 0))
     head.scale_logits(min(losses, key=losses.get) / now)
+
+
+def _cut(ids: list[int], prompt_length: int, max_length: int) -> Text:
+    """The last tokens of a text: what the model wrote is what is trained on, and a prompt may be long."""
+    dropped = max(0, len(ids) - max_length)
+    return ids[dropped:], max(0, prompt_length - dropped)
 
 
 def _optimizers(head: DraftHead, learning_rate: float) -> list[torch.optim.Optimizer]:
