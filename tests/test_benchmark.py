@@ -172,10 +172,12 @@ def test_summaries_are_what_runs_come_to():
         2 / 3
     )
     assert tree.outside_forwards == pytest.approx(6 / 7)
+    assert tree.round_overhead == pytest.approx(5.8 / 7)
     assert tree.same_text == 0.8 and tree.accepted_lengths == {2: 80} and tree.repeated_share == 0.25
     assert found["s3_k1_d4"].length_gain is None and set(found["budget=1"].speed_gains) == {"stock"}
     assert found["s1_k1_d2"].speed_gains.keys() == {"stock", "budget=1"}
     assert (found["stock"].outside_forwards, found["budget=1"].implied_gain) == (None, None)
+    assert found["stock"].round_overhead is None
 
 
 def test_a_controller_is_compared_with_the_best_fixed_way_over_all_sets():

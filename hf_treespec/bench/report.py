@@ -13,6 +13,7 @@ from .ways import PLAIN, STOCK
 TOY_PARAMETERS = 1_000_000_000
 REAL_COMMAND = "hf-treespec bench --paper --model deepseek-ai/DeepSeek-V4-Flash --output v4-flash"
 _BASES = (PLAIN, STOCK, "matched chain", "best chain", "best fixed")
+_OVERHEAD = ("build, accept, refresh, host", "outside forwards")
 
 
 def to_markdown(
@@ -82,6 +83,7 @@ def overview(summaries: list[Summary], pooled: list[Summary]) -> list[str]:
             *("" for name in sets if not s.shape),
             _percent(s.length_gain),
             _steps(s),
+            _share(s.round_overhead),
             _share(s.outside_forwards),
         ]
         for s in pooled
@@ -89,7 +91,7 @@ def overview(summaries: list[Summary], pooled: list[Summary]) -> list[str]:
     ]
     names = ("temperature", "batch", "drafter", "way", "tokens/s", *(f"over {base}" for base in _BASES), "implied")
     lengths = (*(f"tokens/round, {name}" for name in sets), "tokens/round over matched chain")
-    return _table((*names, *lengths, "draft + verify, steps", "outside forwards"), rows, constant=2)
+    return _table((*names, *lengths, "draft + verify, steps", *_OVERHEAD), rows, constant=2)
 
 
 def _speeds(summaries: list[Summary]) -> list[str]:
@@ -125,6 +127,7 @@ def _rounds(summaries: list[Summary]) -> list[str]:
             *(f"{s.time[phase]:.2f}" for phase in phases),
             _steps(s),
             "" if s.implied_gain is None else f"{s.implied_gain:.2f}",
+            _share(s.round_overhead),
             _share(s.outside_forwards),
             f"{s.repeated_share:.1%}",
         ]
@@ -133,7 +136,7 @@ def _rounds(summaries: list[Summary]) -> list[str]:
     ]
     names = ("batch", "drafter", "way", "accepted length", "without bonus", "over matched chain", "tokens: rounds")
     times = (f"{phase} ms/token" for phase in phases)
-    models = ("draft + verify, steps", "implied over budget=1", "outside forwards")
+    models = ("draft + verify, steps", "implied over budget=1", *_OVERHEAD)
     return _table((*names, "experts per layer", *times, *models, "repeated 8-grams"), rows)
 
 

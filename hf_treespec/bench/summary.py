@@ -61,6 +61,13 @@ class Summary:
     repeated_share: float
 
     @property
+    def round_overhead(self) -> float | None:
+        """Share of the calls' time, behind the prefill, in neither drafting nor verification."""
+        if not self.time:
+            return None
+        return 1 - (self.time["draft"] + self.time["verify"]) / sum(self.time.values())
+
+    @property
     def is_chain(self) -> bool:
         return self.shape is not None and self.shape[1] == 1
 
