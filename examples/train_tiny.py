@@ -89,6 +89,8 @@ def windowed_attention(module, query, key, value, attention_mask, scaling, **kwa
         output = output + weights[..., 2 * window :] @ entries
     if module.layer_type == "compressed_sparse_attention":
         module.indexer_loss = indexer_loss(module, probs[..., 2 * window :].detach(), attention_mask)
+    if hasattr(module, "guide"):
+        module.guide_loss = module.guide(module, probs)
     return output.view(batch, blocks, heads, window, dim).transpose(2, 3).reshape(batch, length, heads, dim), None
 
 
