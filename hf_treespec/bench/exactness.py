@@ -9,6 +9,7 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..config import TreeConfig
@@ -21,9 +22,9 @@ def main(
     assistant: Annotated[str | None, typer.Option(help="Draft model; the shipped one by default.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
     limit: Annotated[int, typer.Option(min=1)] = 200,
-    drafts: Annotated[str, typer.Option(help="Comma-separated: `trained`, `random` (its weights drawn anew).")] = (
-        "trained,random"
-    ),
+    drafts: Annotated[
+        str, typer.Option(help="Comma-separated: `none`, `trained`, `random` (its weights drawn anew).")
+    ] = "none,trained,random",
     batch_size: Annotated[int, typer.Option(min=1, help="Rows of the batch that is compared with single rows.")] = 16,
 ) -> None:
     """Counts texts that differ from the oracle, per configuration and draft."""
@@ -39,47 +40,51 @@ def main(
     tokenizer = AutoTokenizer.from_pretrained(model or checkpoint("tiny-target"))
     trained = load_draft(assistant)
     torch.manual_seed(0)
-    choices = {"trained": trained, "random": type(trained)(trained.config).eval()}
+    choices = {"none": None, "trained": trained, "random": type(trained)(trained.config).eval()}
+    unknown = sorted(set(drafts.split(",")) - set(choices))
+    if unknown:
+        raise typer.BadParameter(f"`--drafts` has {unknown}; allowed are {sorted(choices)}.")
     models = {name: choices[name] for name in drafts.split(",")}
     share = -(-limit // len(prompts))
     texts = [row["prompt"] for path in prompts for row in read_prompts(path)[:share]][:limit]
+    ids = [encode_prompts(tokenizer, [text])["input_ids"] for text in texts]
     options = {"max_new_tokens": max_new_tokens, "do_sample": False}
-    runs = {("budget=1", "none"): (TreeConfig(budget=1), None)}
+    # What the oracle made of a text.
+    judged: dict[tuple[int, ...], tuple[int, float] | None] = {}
     for name, draft in models.items():
-        runs["chain of 8", name] = TreeConfig(budget=8, top_k=1), draft
-        runs["tree of 8", name] = TreeConfig(budget=8), draft
-    for (label, name), (config, draft) in runs.items():
-        differences = []
-        for text in tqdm(texts, desc=f"{label}, {name} draft", leave=False):
-            ids = encode_prompts(tokenizer, [text])["input_ids"]
-            sequence = target.generate(ids, tree_config=config.as_fixed(), assistant_model=draft, **options)[0]
-            found = first_difference(target, sequence, ids.shape[1])
-            differences += [found] if found else []
-        console.print(f"{label}, {name} draft: {len(texts) - len(differences)} of {len(texts)} texts are the oracle's")
-        for position, margin in differences:
-            console.print(f"  differs at position {position}, oracle's margin {margin:.2e}")
-    for name, draft in models.items():
-        same = _rows_that_match(target, tokenizer, draft, texts, batch_size, options)
-        console.print(
-            f"batches of {batch_size}, tree of 8, {name} draft: {same} of {len(texts)} rows equal the same row alone"
-        )
+        configs = {"budget=1": TreeConfig(budget=1)}
+        if draft is not None:
+            configs = {"chain of 8": TreeConfig(budget=8, top_k=1), "tree of 8": TreeConfig(budget=8)}
+        for label, config in configs.items():
+            title, alone = f"{label}, {name} draft", []
+            own = options | {"tree_config": config.as_fixed(), "assistant_model": draft}
+            for prompt in tqdm(ids, desc=title, leave=False):
+                alone.append(target.generate(prompt, **own)[0])
+                key = tuple(alone[-1].tolist())
+                if key not in judged:
+                    judged[key] = first_difference(target, alone[-1], prompt.shape[1])
+            found = [judged[tuple(text.tolist())] for text in alone]
+            differences = [difference for difference in found if difference]
+            console.print(f"{title}: {len(texts) - len(differences)} of {len(texts)} texts are the oracle's")
+            for position, margin in differences:
+                console.print(f"  differs at position {position}, oracle's margin {margin:.2e}")
+        # `alone` and `own` are those of the last configuration.
+        new = [text[prompt.shape[1] :] for prompt, text in zip(ids, alone)]
+        same = _rows_that_match(target, tokenizer, texts, new, batch_size, own)
+        console.print(f"batches of {batch_size}, {title}: {same} of {len(texts)} rows equal the same row alone")
 
 
-def _rows_that_match(target, tokenizer, draft, texts: list[str], batch_size: int, options: dict) -> int:
-    """Rows of left-padded batches whose text equals that of the row alone."""
+def _rows_that_match(target, tokenizer, texts: list[str], alone: list[Tensor], batch_size: int, options: dict) -> int:
+    """Rows of left-padded batches that write what is written `alone`."""
     from ..prompts import encode_prompts
 
-    same, config = 0, TreeConfig(budget=8).as_fixed()
+    same = 0
     for start in tqdm(range(0, len(texts), batch_size), desc="batches", leave=False):
-        rows = texts[start : start + batch_size]
-        inputs = encode_prompts(tokenizer, rows)
-        width = inputs["input_ids"].shape[1]
-        batch = target.generate(**inputs, tree_config=config, assistant_model=draft, **options)[:, width:]
-        for row, text in enumerate(rows):
-            ids = encode_prompts(tokenizer, [text])["input_ids"]
-            alone = target.generate(ids, tree_config=config, assistant_model=draft, **options)[0, ids.shape[1] :]
-            padding = batch[row, len(alone) :]
-            same += batch[row, : len(alone)].equal(alone) and bool((padding == tokenizer.pad_token_id).all())
+        inputs = encode_prompts(tokenizer, texts[start : start + batch_size])
+        batch = target.generate(**inputs, **options)[:, inputs["input_ids"].shape[1] :]
+        for row, expected in zip(batch, alone[start:]):
+            padding = row[len(expected) :]
+            same += row[: len(expected)].equal(expected) and bool((padding == tokenizer.pad_token_id).all())
     return same
 
 
