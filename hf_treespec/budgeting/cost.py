@@ -82,7 +82,8 @@ class CostController:
         if self.deeper() or self._emitted * self._verify[0] > self._spent:
             return depth
         self._waited += 1
-        look = (self._seconds[1][0] - self._seconds[0][0]) / (_LOOK_SHARE * self._verify[0])
+        # A drafter first reads what was committed without it, which no table holds: that is taken for the other levels.
+        look = (self._seconds[depth][0] - self._seconds[0][0]) / (_LOOK_SHARE * self._verify[0])
         if self._waited < max(self._wait, look):
             return 0
         self._waited, self._wait = 0, min(2 * self._wait, _LONGEST_WAIT)
