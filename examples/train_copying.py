@@ -1,7 +1,8 @@
 """Teach a trained tiny target to copy a short block of its prompt, and leave it as it was otherwise.
 
-    python train_copying.py --data DATA --target RUN/target/latest --texts RUN/heads/continuations-*.jsonl \\
-        --texts RUN/chats.jsonl --out RUN/copying
+    python train_copying.py --data DATA --target RUN/target/latest --texts RUN/chats.jsonl --out RUN/copying
+
+`tiny_documents.py` says what DATA holds. More `--texts` may be given, what `hf-treespec train-head` keeps say.
 
 A model of this size does not find induction by itself in a few million tokens, so attention is shown where to look: two heads
 of each of `PREVIOUS` at the token before, three of each of `INDUCTION` at the token behind the one that is being copied, as

@@ -103,6 +103,8 @@ def generate(
         rows = [{"prompt": text} for text in prompt or []] + (read_prompts(prompts) if prompts else [])
         if not rows:
             raise ValueError("There is nothing to do: pass `--prompt TEXT` or `--prompts FILE`.")
+        if output and prompts and output.resolve() == prompts.resolve():
+            raise ValueError(f"`--output` {str(output)!r} is the file of the prompts; name another.")
         drafts = bool(assistant) or drafter == "ngram" or budget != 1 and ships_head(model)
         if budget is None:
             budget = 8 if drafts else 1

@@ -73,7 +73,8 @@ _COLUMNS = ("prompt", "turns", "question", "instruction", "text")
 
 def _parse(row: Any, place: str) -> dict[str, Any]:
     turns = row.get("turns") if isinstance(row, dict) else None
-    prompt = row.get("prompt", turns[0] if turns else None) if isinstance(row, dict) else None
+    first = turns[0] if isinstance(turns, list) and turns else None
+    prompt = row.get("prompt", first) if isinstance(row, dict) else None
     if not isinstance(prompt, str) or not prompt:
         raise ValueError(f"{place} has no prompt; rows are `{{'prompt': '...'}}` or `{{'turns': ['...']}}`.")
     return {**{key: row[key] for key in ("id", "set", "answer") if key in row}, "prompt": prompt}

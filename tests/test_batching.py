@@ -229,6 +229,9 @@ def test_a_bad_prompt_does_not_stop_the_rest(model, inputs):
     assert good == one_by_one(model, inputs[:2], **GREEDY)
     with pytest.raises(ValueError, match="empty prompt"):
         model.generate_batch([bad[0], bad[1]], **GREEDY)
+    for unfit in (torch.ones(2, 3, dtype=torch.long), iter(inputs[:2])):
+        with pytest.raises(ValueError, match="`inputs` is a .*; pass a list of prompts"):
+            model.generate_batch(unfit, **GREEDY)
 
 
 @pytest.mark.parametrize(

@@ -129,16 +129,17 @@ def test_first_difference_finds_a_wrong_token(ending_model, recording):
 
 
 def test_forward_timer_sees_rounds_and_no_prefill(ending_model):
-    timer = ForwardTimer(ending_model, widest=3)
+    timer, inputs = ForwardTimer(ending_model), {"input_ids": torch.tensor([[7, 8, 9]]), "do_sample": False}
+    options = {"max_new_tokens": 1, "tree_config": {"budget": 1}, "return_dict_in_generate": True, "pad_token_id": 0}
+    seen = []
+    handle = ending_model.register_forward_hook(lambda *_: seen.append(timer.seconds))
     with timer.attached():
-        ending_model(input_ids=torch.tensor([[7, 8, 9]]))
-        first = timer.seconds
-        ending_model(input_ids=torch.tensor([[7, 8, 9, 10]]))
-        assert timer.seconds == first > 0
-        ending_model(input_ids=torch.tensor([[7, 8]]))
-        assert (second := timer.seconds) > first
-    ending_model(input_ids=torch.tensor([[7, 8]]))
-    assert timer.seconds == second
+        time = ending_model.generate(**inputs, **options).tree_stats["time"]
+    handle.remove()
+    # A prompt of three tokens, two of them read beforehand, and a round of one.
+    assert len(seen) == 2 and seen[0] == 0 and 0 < timer.seconds < time["verify"]
+    ending_model(torch.tensor([[7, 8]]), use_cache=False)
+    assert timer.seconds < time["verify"]
 
 
 def test_per_depth_candidates_are_the_chain_s(tmp_path):

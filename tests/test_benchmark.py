@@ -97,8 +97,7 @@ def test_runs_hold_what_generate_did(measured, ways, target, tokenizer):
         assert sum(run.time.values()) < run.seconds - run.prefill_seconds
         assert (run.distinct_experts is None) == (run.repetition != OBSERVED)
         assert run.peak_bytes > 2**20
-        # Of the rounds: a prompt of so few columns is taken for one.
-        assert 0 < run.forward_seconds < run.seconds
+        assert 0 < run.forward_seconds < run.seconds - run.prefill_seconds
     # Greedy or with equal seeds, all of ours write the same.
     for turn in {run.turn for run in measured.runs}:
         texts = {run.text for run in measured.runs if run.turn == turn and run.way != "stock"}
@@ -260,6 +259,18 @@ def test_bench_command_reports_and_draws(folder, tmp_path):
     assert result.exit_code == 1 and "`ignore_eos` False, this one has True" in result.output
 
 
+def test_runs_of_unknown_settings_are_not_gone_on_with(tmp_path):
+    (tmp_path / "settings.json").write_text('{"model": "x"}', encoding="utf-8")
+    with pytest.raises(ValueError, match="holds a benchmark with `model` 'x', this one has 'y': pass another"):
+        RunLog(tmp_path, {"model": "y"})
+    (tmp_path / "settings.json").write_text('{"model": "x', encoding="utf-8")
+    with pytest.raises(ValueError, match="settings.json cannot be read .*: pass another `--output`"):
+        RunLog(tmp_path, {"model": "x"})
+    (tmp_path / "settings.json").rename(tmp_path / "runs.csv")
+    with pytest.raises(ValueError, match="holds runs but no settings.json .*: pass another `--output`"):
+        RunLog(tmp_path, {"model": "x"})
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -268,6 +279,7 @@ def test_bench_command_reports_and_draws(folder, tmp_path):
         (["--prompts", "x.jsonl", "--budgets", "0"], "`budget` is 0"),
         (["--prompts", "x.jsonl", "--batches", "0"], "a batch holds at least one prompt"),
         (["--prompts", "x.jsonl", "--temperatures", "-1"], "allowed are 0 (greedy) and above"),
+        (["--prompts", "x.jsonl", "--temperatures", "nan"], "allowed are 0 (greedy) and above"),
         (["--prompts", "x.jsonl"], "ships no draft head"),
     ],
 )

@@ -241,9 +241,14 @@ def test_a_table_returns_its_points_and_interpolates_between_them(tmp_path):
     assert table.round(2, 3, np.array([5, 1]), 5, 100) == pytest.approx(0.5 + (8 + 12) / 2 - 1)
     table.save(tmp_path / "table.json")
     assert CostTable.load(tmp_path / "table.json") == table
-    (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(ValueError, match="no cost table"):
-        CostTable.load(tmp_path / "other.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["table.json"]
+    good = (tmp_path / "table.json").read_bytes()
+    # Cut off, of another version, no text, impossible seconds.
+    for bad in (b"", b"{}", b"[]", b"\xff\xfe", good[:-40], good.replace(b'"seconds": 2.0', b'"seconds": NaN')):
+        assert bad != good
+        (tmp_path / "other.json").write_bytes(bad)
+        with pytest.raises(ValueError, match="other.json' is no cost table; write one"):
+            CostTable.load(tmp_path / "other.json")
     with pytest.raises(ValueError, match="verify_points"):
         CostTable()
 

@@ -128,6 +128,26 @@ def test_generate_refuses_before_loading(options, message):
     assert message in result.output
 
 
+def test_generate_never_writes_over_its_prompts(tmp_path):
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "x"}\n', encoding="utf-8")
+    result = invoke("generate", "--model", "missing", "--prompts", str(prompts), "--output", str(prompts))
+    assert result.exit_code == 1 and "is the file of the prompts; name another" in result.output
+    assert prompts.read_text(encoding="utf-8") == '{"prompt": "x"}\n'
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--batches", "0"], "`--batches` has 0"),
+        (["--contexts", "256,-1"], "`--contexts` has -1"),
+    ],
+)
+def test_profile_refuses_before_loading(options, message):
+    result = invoke("profile", "--model", "missing", *options)
+    assert result.exit_code == 1 and message in result.output
+
+
 def test_env_lists_versions():
     result = invoke("env")
     assert result.exit_code == 0
@@ -145,6 +165,8 @@ def test_read_prompts(tmp_path):
         ("\nnot json", "line 2 is not JSON"),
         ('{"a": 1}', "no prompt"),
         ("3", "no prompt"),
+        ('{"turns": "hello"}', "no prompt"),
+        ('{"turns": {"a": 1}}', "no prompt"),
     ):
         rows.write_text(content, encoding="utf-8")
         with pytest.raises(ValueError, match=message):

@@ -201,7 +201,14 @@ def test_a_cost_table_is_found_and_used(model, drafter, monkeypatch, tmp_path):
         stats = run(model, TEXTS, 24, **options)[0].tree_stats
         assert max(stats["accepted_lengths"]) <= most
         assert stats["nodes"] == stats["rounds"] if most == 1 else stats["nodes"] > 4 * stats["rounds"]
+    # One that is broken stops nobody who did not ask for it.
+    table_path(key).write_text("{", encoding="utf-8")
+    assert run(model, TEXTS, 24, **options)[0].tree_stats["nodes"] == fixed["nodes"]
+    options["tree_config"]["controller"] = "cost"
+    with pytest.raises(ValueError, match="is no cost table; write one with `hf-treespec profile`"):
+        run(model, TEXTS, 24, **options)
     table_path(key).unlink()
+    del options["tree_config"]["controller"]
     assert run(model, TEXTS, 24, **options)[0].tree_stats["nodes"] == fixed["nodes"]
     # A table of another drafter, dtype or machine is none.
     assert find_table({**key, "drafter": "mtp"}) is None and table_path(key) != table_path({**key, "threads": 99})

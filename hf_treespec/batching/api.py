@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -95,7 +96,9 @@ def generate_batch(
         kwargs.pop("assistant_model", None)
         arguments = (inputs, generation_config, continuous_batching_config, record_timestamps, progress_bar)
         return type(model).generate_batch(model, *arguments, persistent_manager, warmup, **kwargs)
-    if not inputs:
+    if isinstance(inputs, Tensor) or not hasattr(inputs, "__len__"):
+        raise ValueError(f"`inputs` is a {type(inputs).__name__}; pass a list of prompts, each a list of token ids.")
+    if not len(inputs):
         return BatchOutput()
     options = continuous_batching_config or ContinuousBatchingConfig()
     _check(options, kwargs, persistent_manager)

@@ -83,7 +83,7 @@ def bench(
             "depths": _or_default(depths or default["depths"], "--depths"),
             "top_ks": _or_default(top_k or default["top_k"], "--top-k"),
             "chains": numbers(chains, "--chains") if chains else list(range(2, max(sizes) + 1)),
-            "controllers": controllers.split(","),
+            "controllers": [name.strip() for name in controllers.split(",")],
         }
         cells = {
             "batches": numbers(batches or default["batches"], "--batches"),
@@ -118,7 +118,7 @@ def _check(shapes: dict[str, list], cells: dict[str, list]) -> None:
         if batch < 1:
             raise ValueError(f"`--batches` has {batch}; a batch holds at least one prompt.")
     for temperature in cells["temperatures"]:
-        if temperature < 0:
+        if not 0 <= temperature < float("inf"):
             raise ValueError(f"`--temperatures` has {temperature}; allowed are 0 (greedy) and above.")
 
 

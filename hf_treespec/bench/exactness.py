@@ -41,10 +41,11 @@ def main(
     trained = load_draft(assistant)
     torch.manual_seed(0)
     choices = {"none": None, "trained": trained, "random": type(trained)(trained.config).eval()}
-    unknown = sorted(set(drafts.split(",")) - set(choices))
+    names = [name.strip() for name in drafts.split(",")]
+    unknown = sorted(set(names) - set(choices))
     if unknown:
         raise typer.BadParameter(f"`--drafts` has {unknown}; allowed are {sorted(choices)}.")
-    models = {name: choices[name] for name in drafts.split(",")}
+    models = {name: choices[name] for name in names}
     share = -(-limit // len(prompts))
     texts = [row["prompt"] for path in prompts for row in read_prompts(path)[:share]][:limit]
     ids = [encode_prompts(tokenizer, [text])["input_ids"] for text in texts]

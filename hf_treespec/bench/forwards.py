@@ -4,17 +4,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import nn
+from torch import Tensor, nn
 
 
 class ForwardTimer:
-    """Times forwards of models, and of a head, of at most `widest` columns: those of rounds, prompts are longer.
+    """Times the forwards of models, and of a head, that belong to rounds: prefill is the one that names the places whose
+    logits it wants, which are none.
 
     On a CPU: elsewhere a forward returns before it is done.
     """
 
-    def __init__(self, *models: nn.Module, widest: int = 32) -> None:
-        self.models, self.widest, self.seconds = models, widest, 0.0
+    def __init__(self, *models: nn.Module) -> None:
+        self.models, self.seconds = models, 0.0
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -30,13 +31,11 @@ class ForwardTimer:
                 handle.remove()
 
     def _start(self, model, args: tuple, kwargs: dict) -> None:
-        self._add(args, kwargs, -1)
+        self._add(kwargs, -1)
 
     def _stop(self, model, args: tuple, kwargs: dict, output) -> None:
-        self._add(args, kwargs, 1)
+        self._add(kwargs, 1)
 
-    def _add(self, args: tuple, kwargs: dict, sign: int) -> None:
-        # Of a head the first argument is what it computes on.
-        inputs = args[0] if args else kwargs["input_ids"]
-        if inputs.shape[1] <= self.widest:
+    def _add(self, kwargs: dict, sign: int) -> None:
+        if not isinstance(kwargs.get("logits_to_keep"), Tensor):
             self.seconds += sign * time.perf_counter()

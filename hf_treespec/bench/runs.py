@@ -93,7 +93,9 @@ class RunLog:
         self.path, self.settings = folder / "runs.csv", settings
         known = folder / "settings.json"
         if known.exists():
-            _check_settings(json.loads(known.read_text(encoding="utf-8")), _plain(settings), folder)
+            _check_settings(known, _plain(settings))
+        elif self.path.exists():
+            raise ValueError(f"{folder} holds runs but no settings.json that says of what: pass another `--output`.")
         known.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         self.runs = _read(self.path) if self.path.exists() else []
 
@@ -145,10 +147,14 @@ def _plain(settings: dict[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(settings))
 
 
-def _check_settings(old: dict[str, Any], new: dict[str, Any], folder: Path) -> None:
+def _check_settings(file: Path, new: dict[str, Any]) -> None:
+    try:
+        old = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} cannot be read ({error}): pass another `--output`.") from error
     for name in sorted(old.keys() | new.keys()):
         if old.get(name) != new.get(name):
             raise ValueError(
-                f"{folder} holds a benchmark with `{name}` {old.get(name)!r}, this one has {new.get(name)!r}: pass "
+                f"{file.parent} holds a benchmark with `{name}` {old.get(name)!r}, this one has {new.get(name)!r}: pass "
                 "another `--output`."
             )

@@ -42,12 +42,17 @@ def profile(
         from .profiling import rounds_to_time
         from .tables import table_path
 
-        target, draft, key = _load(model, assistant, drafter, dtype, device_map)
         config = TreeConfig(budget, depth, top_k, drafter)
         sizes, lengths = numbers(batches, "--batches"), numbers(contexts, "--contexts")
+        for option, values in (("--batches", sizes), ("--contexts", lengths)):
+            if min(values) < 1:
+                raise ValueError(f"`{option}` has {min(values)}; allowed are 1 and above.")
+        target, draft, key = _load(model, assistant, drafter, dtype, device_map)
+        path = output or table_path(key)
+        # Before minutes of measuring.
+        path.parent.mkdir(parents=True, exist_ok=True)
         with tqdm(total=rounds_to_time(config, repeats) * len(sizes) * len(lengths), unit="round") as bar:
             table = measure(target, config, key, draft, sizes, lengths, repeats, bar.update)
-        path = output or table_path(key)
         table.save(path)
         _show(Console(), table, path)
 

@@ -129,9 +129,11 @@ class CostTable(RoundCosts):
         return cls(**{**values, **points})
 
     def save(self, path: Path) -> None:
-        """Writes JSON."""
+        """Writes JSON, beside the file first: readers never see half a table."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        partial.replace(path)
 
     @classmethod
     def load(cls, path: Path) -> "CostTable":
@@ -142,8 +144,11 @@ class CostTable(RoundCosts):
         """
         try:
             return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"{str(path)!r} is no cost table; write one with `hf-treespec profile`.") from error
+        # Of what is no JSON, no text or has wrong values, a `ValueError`.
+        except (ValueError, AttributeError, KeyError, TypeError, OSError) as error:
+            raise ValueError(
+                f"{str(path)!r} is no cost table; write one with `hf-treespec profile`. ({error})"
+            ) from error
 
 
 @dataclass

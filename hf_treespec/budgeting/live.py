@@ -1,5 +1,6 @@
 """`RoundBudget`: what `generate` asks before, within and after every round."""
 
+import logging
 from collections.abc import Callable
 from functools import partial
 
@@ -22,6 +23,9 @@ from .recording import RoundRecorder
 from .shared import SharedFallback, share_controller
 from .speckv import SpecKVController
 from .tables import drafter_name, find_table, table_key
+
+
+logger = logging.getLogger(__name__)
 
 
 class RoundBudget:
@@ -135,7 +139,13 @@ def make_controller(model, tree_config: TreeConfig, generator, drafter: Callable
         return MeasuringController(profile, budget, generator.top_k)
     key = table_key(model, drafter(), tree_config.backend)
     # Padded rounds cost something else.
-    costs = find_table(key) if tree_config.fixed_nodes is None else None
+    try:
+        costs = find_table(key) if tree_config.fixed_nodes is None else None
+    except ValueError as error:
+        if name != "auto":
+            raise
+        logger.warning_once(f"Budgets are fixed ones: {error}")
+        return None
     if name == "speckv":
         return SpecKVController.load(key, costs, budget, generator.top_k)
     if costs is not None:
