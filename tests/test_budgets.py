@@ -17,6 +17,7 @@ from hf_treespec.budgeting.fallback import Fallback
 from hf_treespec.budgeting.fit import fit_costs, held_out_error
 from hf_treespec.budgeting.hindsight import sweep
 from hf_treespec.budgeting.libra import LibraController, libra_lengths
+from hf_treespec.budgeting.measuring import Measurement, MeasuringController
 from hf_treespec.budgeting.replaying import RecordedTexts, replay
 from hf_treespec.budgeting.rounds import RoundRecords
 
@@ -229,6 +230,21 @@ def test_speckv_travels(tmp_path):
         speckv.SpecKVController(speckv.train(features, features[:, 0], "speed", 4.0), None, 8, 1)
 
 
+def test_a_profile_books_only_the_batches_that_it_is_of():
+    measurement = Measurement(every_size=True)
+    for batch in (1, 64):
+        measurement.at(batch, 256)
+    controller = MeasuringController(measurement, 8, 3)
+    # Three of 64 rows have ended.
+    for batch, measuring in ((64, True), (61, False), (1, True)):
+        controller.plan(batch, 355, 3)
+        assert controller.measuring == measuring
+    assert [place for place in ((64, 256), (61, 355), (1, 256)) if measurement.place(*place) == place] == [
+        (64, 256),
+        (1, 256),
+    ]
+
+
 def test_a_table_returns_its_points_and_interpolates_between_them(tmp_path):
     points = [VerifyPoint(n, b, c, n * b + c / 100) for n in (1, 4, 5) for b in (1, 4) for c in (100, 300)]
     table = CostTable({"model": "m"}, points, [DraftPoint(2, 3, 1, 0.5), DraftPoint(4, 3, 1, 0.7)], padding=0.5)
@@ -239,6 +255,12 @@ def test_a_table_returns_its_points_and_interpolates_between_them(tmp_path):
     assert table.draft([0, 1, 2, 3, 5], 3, 1).tolist() == pytest.approx([0.0, 0.25, 0.5, 0.6, 0.8])
     # Two rows of 5 and 1 nodes, padded to 5 columns: halfway between 3 and 5 nodes each.
     assert table.round(2, 3, np.array([5, 1]), 5, 100) == pytest.approx(0.5 + (8 + 12) / 2 - 1)
+    # A batch that was measured at another context says nothing about the others.
+    stray = CostTable(verify_points=[*points, VerifyPoint(1, 3, 900, 50.0)], draft_points=table.draft_points)
+    assert stray.verify(1, 3, 900) == 50
+    assert [stray.verify(n, b, c) for n, b, c in ((1, 1, 700), (4, 4, 900))] == [
+        table.verify(n, b, c) for n, b, c in ((1, 1, 700), (4, 4, 900))
+    ]
     table.save(tmp_path / "table.json")
     assert CostTable.load(tmp_path / "table.json") == table
     assert [path.name for path in tmp_path.iterdir()] == ["table.json"]

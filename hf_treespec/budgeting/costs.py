@@ -103,13 +103,14 @@ class CostTable(RoundCosts):
             raise ValueError("A cost table needs `verify_points`; measure them with `hf-treespec profile`.")
         if any(not point.seconds > 0 for point in [*self.verify_points, *self.draft_points]):
             raise ValueError("Every point of a cost table needs positive `seconds`.")
-        self._verify = _nest([((p.context, p.batch, p.nodes), p.seconds) for p in self.verify_points])
+        # By the batch first: not every batch need have been measured at every context.
+        self._verify = _nest([((p.batch, p.context, p.nodes), p.seconds) for p in self.verify_points])
         levels = [((p.batch, p.width, p.levels), p.seconds) for p in self.draft_points]
         # No level costs nothing, whatever else was measured.
         self._draft = _nest(levels + [((b, w, 0), 0.0) for b, w in {(p.batch, p.width) for p in self.draft_points}])
 
     def verify(self, nodes, batch: int, context: int) -> np.ndarray:
-        return _look_up(self._verify, (context, batch), np.asarray(nodes, dtype=np.float64))
+        return _look_up(self._verify, (batch, context), np.asarray(nodes, dtype=np.float64))
 
     def draft(self, levels, width: int, batch: int) -> np.ndarray:
         levels = np.asarray(levels, dtype=np.float64)

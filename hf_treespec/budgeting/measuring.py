@@ -30,17 +30,21 @@ class Measurement:
         self.needed = 1
         # Rows as they were first seen in an octave, and the longest text then; fixed where `at` says so.
         self._places: dict[int, tuple[int, int]] = {}
+        self._given = False
         self._verify: dict[tuple[int, int, int], list[float]] = defaultdict(list)
         self._padded: dict[tuple[int, int], list[float]] = defaultdict(list)
         self._draft: dict[tuple[int, int, int], list[float]] = defaultdict(list)
 
     def place(self, batch: int, context: int) -> tuple[int, int]:
-        """Batch and context that rounds of `batch` rows are booked under."""
+        """Batch and context that rounds of `batch` rows are booked under; no rows where `at` never named such a batch."""
+        if self._given:
+            return self._places.get(batch.bit_length(), (0, 0))
         return self._places.setdefault(batch.bit_length(), (batch, context))
 
     def at(self, batch: int, context: int) -> None:
         """From now on, rounds of `batch` rows are booked under this context."""
         self._places[batch.bit_length()] = batch, context
+        self._given = True
 
     def complete(self, place: tuple[int, int]) -> bool:
         """Whether all rounds booked under a place are timed."""
