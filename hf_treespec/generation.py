@@ -245,7 +245,12 @@ class Drafting:
         configs = (arguments.get("generation_config"), model.generation_config)
         depth = option("num_assistant_tokens", arguments, *configs)
         if tree_config.depth is None and depth is not None:
-            tree_config = TreeConfig.from_dict({**tree_config.to_dict(), "depth": depth})
+            try:
+                tree_config = TreeConfig.from_dict({**tree_config.to_dict(), "depth": depth})
+            except ValueError as error:
+                raise ValueError(
+                    f"`num_assistant_tokens` is {depth!r}, and that becomes the depth. {error}"
+                ) from error
         self.tree_config = tree_config
         self.ngram_size = ngram_size
         self.synced: SyncedForwards | None = None

@@ -76,7 +76,7 @@ def check_inputs(input_ids: Any, attention_mask: Any, vocab_size: int) -> None:
         raise ValueError(
             f"`input_ids` of shape {list(input_ids.shape)} holds an empty prompt; pass at least one token."
         )
-    if input_ids.is_floating_point():
+    if input_ids.is_floating_point() or input_ids.dtype == torch.bool:
         raise ValueError(f"`input_ids` must hold token ids, not {input_ids.dtype}.")
     if int(input_ids.min()) < 0 or int(input_ids.max()) >= vocab_size:
         raise ValueError(f"`input_ids` must lie between 0 and {vocab_size - 1}, the model's vocabulary.")

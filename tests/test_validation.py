@@ -112,6 +112,7 @@ def test_options_that_change_nothing_pass(model):
         (torch.zeros(1, 0, dtype=torch.long), ["empty prompt", "[1, 0]"]),
         (torch.zeros(0, 3, dtype=torch.long), ["empty prompt", "[0, 3]"]),
         (torch.tensor([[1.0, 2.0]]), ["input_ids", "float32"]),
+        (torch.tensor([[True, False]]), ["input_ids", "bool"]),
         (torch.tensor([[1, 97]]), ["input_ids", "96"]),
         (torch.tensor([[1, -1]]), ["input_ids", "0"]),
     ],
@@ -193,7 +194,14 @@ def test_assistant_model(model, assistant, names):
 
 @pytest.mark.parametrize("tokens", [0, -1, 2.5])
 def test_num_assistant_tokens(model, tokens):
-    refuse(model, "depth", str(tokens), tree_config={"budget": 8}, assistant_model=model, num_assistant_tokens=tokens)
+    refuse(
+        model,
+        f"`num_assistant_tokens` is {tokens!r}",
+        "depth",
+        tree_config={"budget": 8},
+        assistant_model=model,
+        num_assistant_tokens=tokens,
+    )
 
 
 def test_an_assistant_is_given_back_when_a_call_is_refused(model):
