@@ -77,9 +77,13 @@ class Copying:
         sources = [-1] * outside + list(range(starts[0], starts[0] + size)) + [-1] * 2
         return prompt + answer, [False] * outside + [True] * (size + 1) + [False], sources
 
+    def noise(self, count: int) -> list[int]:
+        """Random tokens."""
+        return [self.rng.randrange(len(SPECIAL_TOKENS), len(self.tokenizer)) for _ in range(count)]
+
     def repetition(self) -> Example:
-        rng, size = self.rng, self.rng.randint(6, 50)
-        noise = lambda count: [rng.randrange(len(SPECIAL_TOKENS), len(self.tokenizer)) for _ in range(count)]  # noqa: E731
+        """A block that comes two or three times, nothing asking for it."""
+        rng, noise, size = self.rng, self.noise, self.rng.randint(6, 50)
         block = noise(size)
         if rng.random() < 0.5:
             block = self.tokenizer.encode(self.snippet(CODE + TEXT, size), add_special_tokens=False)[:size]

@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 
 from ..config import TreeConfig
 from ..oracle import first_difference
+from ..prompts import encode_prompts, read_prompts
 
 
 def main(
@@ -33,7 +34,6 @@ def main(
     import hf_treespec
 
     from ..demo import checkpoint, load_draft
-    from ..prompts import encode_prompts, read_prompts
 
     console = Console(width=120)
     target = hf_treespec.enable(AutoModelForCausalLM.from_pretrained(model or checkpoint("tiny-target")))
@@ -57,15 +57,14 @@ def main(
         if draft is not None:
             configs = {"chain of 8": TreeConfig(budget=8, top_k=1), "tree of 8": TreeConfig(budget=8)}
         for label, config in configs.items():
-            title, alone = f"{label}, {name} draft", []
+            title, alone, differences = f"{label}, {name} draft", [], []
             own = options | {"tree_config": config.as_fixed(), "assistant_model": draft}
             for prompt in tqdm(ids, desc=title, leave=False):
                 alone.append(target.generate(prompt, **own)[0])
                 key = tuple(alone[-1].tolist())
                 if key not in judged:
                     judged[key] = first_difference(target, alone[-1], prompt.shape[1])
-            found = [judged[tuple(text.tolist())] for text in alone]
-            differences = [difference for difference in found if difference]
+                differences += [judged[key]] if judged[key] else []
             console.print(f"{title}: {len(texts) - len(differences)} of {len(texts)} texts are the oracle's")
             for position, margin in differences:
                 console.print(f"  differs at position {position}, oracle's margin {margin:.2e}")
@@ -77,8 +76,6 @@ def main(
 
 def _rows_that_match(target, tokenizer, texts: list[str], alone: list[Tensor], batch_size: int, options: dict) -> int:
     """Rows of left-padded batches that write what is written `alone`."""
-    from ..prompts import encode_prompts
-
     same = 0
     for start in tqdm(range(0, len(texts), batch_size), desc="batches", leave=False):
         inputs = encode_prompts(tokenizer, texts[start : start + batch_size])

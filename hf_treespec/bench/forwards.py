@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 
 class ForwardTimer:
-    """Times the forwards of models, and of a head, that belong to rounds: prefill is the one that names the places whose
-    logits it wants, which are none.
+    """Times the forwards of models, and of a head, that belong to rounds. Prefill is told by its `logits_to_keep`, a tensor
+    of places; a round passes a number of them or nothing.
 
     On a CPU: elsewhere a forward returns before it is done.
     """
