@@ -134,6 +134,11 @@ class TreeConfig:
         return replace(self, controller="fixed", fallback=False)
 
     @classmethod
+    def checked(cls, config: "TreeConfig | dict[str, Any]") -> "TreeConfig":
+        """A copy of what a caller passed, checked again: a config can be changed after it was made."""
+        return cls.from_dict(config.to_dict() if isinstance(config, TreeConfig) else config)
+
+    @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "TreeConfig":
         """Builds a config from a dict; unknown keys raise a `ValueError` that lists them."""
         if not isinstance(config, dict):

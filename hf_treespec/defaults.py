@@ -30,10 +30,8 @@ def set_default(model: nn.Module, tree_config: TreeConfig | dict[str, Any] | Non
     if tree_config is None:
         generation_config.__dict__.pop("tree_config", None)
         return model
-    if not isinstance(tree_config, TreeConfig):
-        tree_config = TreeConfig.from_dict(tree_config)
     # A plain dict is saved as it is; and a config that was derived from the model's would not be saved at all.
-    generation_config.tree_config = tree_config.to_dict()
+    generation_config.tree_config = TreeConfig.checked(tree_config).to_dict()
     generation_config._from_model_config = False
     return model
 

@@ -188,8 +188,7 @@ def generate(model, *args, **kwargs):
 def run_call(model, arguments: dict[str, Any], tree_config, method: Callable, seeds=None, return_logprobs=None):
     """Validates a call of `generate` with `tree_config`, has transformers prepare it, and runs `method`, which takes
     what [`decode`] does."""
-    if not isinstance(tree_config, TreeConfig):
-        tree_config = TreeConfig.from_dict(tree_config)
+    tree_config = TreeConfig.checked(tree_config)
     input_ids = arguments.get("input_ids", arguments.get("inputs"))
     check_options(model, arguments)
     check_inputs(input_ids, arguments.get("attention_mask"), model.config.vocab_size)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from oracle import left_pad
 
-from hf_treespec import TreeConfig
+from hf_treespec import TreeConfig, set_default
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,20 @@ def test_tree_config(model, config, names):
         with pytest.raises(ValueError) as raised:
             TreeConfig.from_dict(config)
         assert all(name in str(raised.value) for name in names)
+
+
+def test_a_config_changed_after_it_was_made(model):
+    """Assignment is not checked; the call is, before any compute."""
+    config = TreeConfig(budget=8)
+    config.budget, config.depth = 4, 99
+    for call in (
+        lambda: model.generate(**left_pad([torch.tensor([1])]), tree_config=config, assistant_model=model),
+        lambda: set_default(model, config),
+    ):
+        with pytest.raises(ValueError, match="`depth` is 99"):
+            call()
+    config.depth = 2
+    assert TreeConfig.checked(config) == config and TreeConfig.checked(config) is not config
 
 
 def test_tree_config_travels(tmp_path):

@@ -88,8 +88,9 @@ def test_worked_example_refresh():
 
 
 def test_readme_quick_start(capsys):
-    code = "\n".join(code_blocks(README))
-    exec(compile(code, "README.md", "exec"), {})
+    """The quick start, and the conversation that goes on from it."""
+    code = "\n".join(code_blocks(README) + code_blocks(OPTIONS))
+    exec(compile(code, "README.md, options.md", "exec"), {})
     assert "Write a function to add two numbers." in capsys.readouterr().out
 
 
