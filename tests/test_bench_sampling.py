@@ -8,7 +8,7 @@ from transformers import TemperatureLogitsWarper, TopPLogitsWarper
 import hf_treespec
 from hf_treespec import TreeConfig
 from hf_treespec.bench import copying, sampling
-from hf_treespec.bench.sampling import gaps, measure_noise, parting_gap, sample, texts_of
+from hf_treespec.bench.sampling import gaps, measure_noise, parting_gap, sample, samples_alone, texts_of
 from hf_treespec.bench.verification import Temporaries, judge, open_round
 from hf_treespec.oracle import oracle_logits
 from hf_treespec.sampling import gumbel_noise
@@ -33,7 +33,8 @@ def ending():
 
 
 def test_samples_are_compared_alone_in_batches_and_permuted(ending):
-    found = gaps(*ending, PROMPTS[:3], SEEDS, 10, 1.0, sampling.SHAPES["wide tree of 16"], batch_size=2)
+    plain = samples_alone(ending[0], PROMPTS[:3], SEEDS, 10, 1.0)
+    found = gaps(*ending, plain, PROMPTS[:3], SEEDS, 10, 1.0, sampling.SHAPES["wide tree of 16"], batch_size=2)
     assert found == {"alone": [], "in batches": [], "permuted": []}
 
 
@@ -42,7 +43,8 @@ def test_a_difference_is_found_in_every_way(ending, monkeypatch):
     monkeypatch.setattr(
         sampling, "texts_of", lambda r: [text[: len(text) - (len(r.tokens) > 1)] for text in texts_of(r)]
     )
-    found = gaps(*ending, PROMPTS, SEEDS, 4, 1.0, TreeConfig(budget=1), batch_size=4)
+    plain = samples_alone(ending[0], PROMPTS, SEEDS, 4, 1.0)
+    found = gaps(*ending, plain, PROMPTS, SEEDS, 4, 1.0, TreeConfig(budget=1), batch_size=4)
     assert [len(values) for values in found.values()] == [0, 4, 4] and all(gap > 0 for gap in found["permuted"])
 
 

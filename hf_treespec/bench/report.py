@@ -62,13 +62,15 @@ def _setting(value: Any) -> str:
 
 
 def overview(summaries: list[Summary], pooled: list[Summary]) -> list[str]:
-    """The one table to quote: plain decoding and all trees over all sets, with accepted lengths by set.
+    """The one table to quote: plain decoding and all trees (chains where there are none) over all sets, with accepted
+    lengths by set.
 
     Args:
         summaries: by set.
         pooled: of the same runs over all sets.
     """
     sets = list(dict.fromkeys(s.cell.prompt_set for s in summaries))
+    trees = any(s.is_tree for s in pooled)
     lengths = {(s.cell, s.drafter, s.way): f"{s.accepted_length.value:.2f}" for s in summaries}
     rows = [
         [
@@ -87,7 +89,7 @@ def overview(summaries: list[Summary], pooled: list[Summary]) -> list[str]:
             _share(s.outside_forwards),
         ]
         for s in pooled
-        if s.is_tree or s.way == PLAIN
+        if s.way == PLAIN or (s.is_tree if trees else s.is_chain)
     ]
     names = ("temperature", "batch", "drafter", "way", "tokens/s", *(f"over {base}" for base in _BASES), "implied")
     lengths = (*(f"tokens/round, {name}" for name in sets), "tokens/round over matched chain")

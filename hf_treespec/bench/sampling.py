@@ -75,17 +75,20 @@ def parting_gap(model, text: list[int], other: list[int], seed: int, temperature
     return float(best[0] - best[1])
 
 
-def gaps(model, draft, prompts, seeds, max_new_tokens: int, temperature: float, config, batch_size: int):
-    """Compares trees with plain decoding of each prompt alone: alone, in batches, and in batches of another order.
+def samples_alone(model, prompts, seeds, max_new_tokens: int, temperature: float) -> list[list[int]]:
+    """Prompts with their samples, decoded plainly and one at a time."""
+    options = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+    rows = tqdm(list(zip(prompts, seeds)), desc=f"T = {temperature}, plain", leave=False)
+    return [texts_of(sample(model, [prompt], [seed], **options))[0] for prompt, seed in rows]
+
+
+def gaps(model, draft, plain, prompts, seeds, max_new_tokens: int, temperature: float, config, batch_size: int):
+    """Compares trees with `plain`, what [`samples_alone`] wrote: alone, in batches, and in batches of another order.
 
     Returns:
         For each of the three ways, the gap at every text that differs.
     """
-    options = {"temperature": temperature}
-    plain = [
-        texts_of(sample(model, [prompt], [seed], max_new_tokens, **options))[0] for prompt, seed in zip(prompts, seeds)
-    ]
-    options |= {"tree_config": config, "assistant_model": draft}
+    options = {"temperature": temperature, "tree_config": config, "assistant_model": draft}
     shuffled = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(0)).tolist()
     in_order, found = list(range(len(prompts))), {}
     for way, order, size in (
@@ -129,8 +132,9 @@ def equality(
     table = Table("T", "shape", "alone", "in batches", "permuted", title=f"samples that differ, of {len(ids)}")
     differing = []
     for temperature in map(float, temperatures.split(",")):
+        plain = samples_alone(target, ids, seeds, max_new_tokens, temperature)
         for name, config in tqdm(SHAPES.items(), desc=f"T = {temperature}", leave=False):
-            found = gaps(target, draft, ids, seeds, max_new_tokens, temperature, config, batch_size)
+            found = gaps(target, draft, plain, ids, seeds, max_new_tokens, temperature, config, batch_size)
             table.add_row(str(temperature), name, *(str(len(values)) for values in found.values()))
             differing += [gap for values in found.values() for gap in values]
     console.print(table)
