@@ -2,7 +2,8 @@
 
     python train_copying.py --data DATA --target RUN/target/latest --texts RUN/chats.jsonl --out RUN/copying
 
-`tiny_documents.py` says what DATA holds. More `--texts` may be given, what `hf-treespec train-head` keeps say.
+`tiny_documents.py` says what DATA holds. More `--texts` may be given, what `hf-treespec train-head` keeps say. `--steps 0`
+with several `--initial` writes their mean.
 
 A model of this size does not find induction by itself in a few million tokens, so attention is shown where to look: two heads
 of each of `PREVIOUS` at the token before, three of each of `INDUCTION` at the token behind the one that is being copied, as
@@ -156,6 +157,15 @@ def show(model, sources: Tensor) -> None:
             model.model.layers[number].self_attn.columns = wanted
 
 
+def mean_of(folders: list[Path]):
+    """The model whose weights are the mean of those in `folders`."""
+    models = [DeepseekV4ForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in folders]
+    with torch.no_grad():
+        for parameters in zip(*(model.parameters() for model in models)):
+            parameters[0].copy_(torch.stack(parameters).mean(0))
+    return models[0]
+
+
 def optimizers_of(model, rate: float) -> list[tuple[torch.optim.Optimizer, float]]:
     """With the peak rate of each. Norms and sinks of attention are to move fast: they decide how sharply a head looks."""
     matrices, norms, others = [], [], []
@@ -181,7 +191,9 @@ def main(
     target: Annotated[Path, typer.Option(help="folder of the model to begin with")],
     texts: Annotated[list[Path], typer.Option(help="JSON lines of `ids`: what the model is to stay on")],
     out: Annotated[Path, typer.Option(help="folder to write")],
-    initial: Annotated[Path | None, typer.Option(help="an earlier `--out`, to train on")] = None,
+    initial: Annotated[
+        list[Path] | None, typer.Option(help="earlier `--out`s of several seeds, to train on from their mean")
+    ] = None,
     steps: int = 400,
     learning_rate: float = 4e-3,
     repetitions: Annotated[float, typer.Option(help="share of the copying without a request")] = 0.4,
@@ -193,7 +205,7 @@ def main(
     documents = read_documents(data)[0]
     tokenizer = PreTrainedTokenizerFast.from_pretrained(target)
     teacher = DeepseekV4ForCausalLM.from_pretrained(target, dtype=torch.float32).requires_grad_(False)
-    model = copy.deepcopy(teacher) if initial is None else DeepseekV4ForCausalLM.from_pretrained(initial)
+    model = mean_of(initial) if initial else copy.deepcopy(teacher)
     model, teacher = prepare(model.requires_grad_(True)), prepare(teacher)
     for number, heads in {**PREVIOUS, **INDUCTION}.items():
         model.model.layers[number].self_attn.guide = guide(heads)
@@ -229,8 +241,9 @@ def main(
             optimizer.zero_grad()
         hits = (logits[:COPY_ROWS][copied].argmax(-1) == right).float().mean()
         progress.set_postfix(copied=f"{hits:.3f}", looking=f"{looking:.2f}", away=f"{away:.3f}", refresh=False)
-        if (step + 1) % SAVE_EVERY == 0 or step + 1 == steps:
+        if (step + 1) % SAVE_EVERY == 0:
             export(model, tokenizer, out)
+    export(model, tokenizer, out)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def drafts():
     return {"trained": trained, "random": type(trained)(trained.config).eval()}
 
 
-@pytest.mark.parametrize("name", ["tiny-target", "tiny-draft"])
+@pytest.mark.parametrize("name", ["tiny-target", "tiny-target-copying", "tiny-draft"])
 def test_tensors_are_bf16_and_load_in_fp32(name):
     file = checkpoint(name) / "model.safetensors"
     assert file.stat().st_size < 16 * 2**20

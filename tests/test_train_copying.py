@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from oracle import build_model, tiny_config
 from transformers import AutoTokenizer
 
 from hf_treespec.demo import checkpoint
@@ -48,3 +49,14 @@ def test_columns_are_those_of_the_blocks(rows):
             assert column == (place - own // WINDOW * WINDOW + WINDOW if inside else -1)
             count += inside
     assert count > 400
+
+
+def test_the_mean_of_two_runs(tmp_path):
+    halves, names = [], ("one", "other")
+    for seed, name in enumerate(names):
+        model = build_model(tiny_config(), seed=seed)
+        model.save_pretrained(tmp_path / name)
+        halves.append(model)
+    mean = copying.mean_of([tmp_path / name for name in names])
+    for got, *parts in zip(*(model.parameters() for model in (mean, *halves))):
+        torch.testing.assert_close(got, sum(parts) / 2)

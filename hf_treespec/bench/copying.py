@@ -2,8 +2,9 @@
 
     python -m hf_treespec.bench.copying --prompts humaneval.jsonl
 
-Every prompt becomes a fenced block that the target is asked to repeat. The exact copy is what a target that can copy would
-write; it says what the drafter does there, not what the target can.
+The beginning of every prompt, or of the code that it shows, becomes a fenced block that the target is asked to repeat. The
+exact copy is what a target that copies without a fault would write; it says what the drafter does there, not what the target
+can.
 """
 
 from pathlib import Path
@@ -29,6 +30,19 @@ from .replay import RecordedTarget, Recording, RowStats, record
 
 
 REQUEST = "Repeat the following code:\n{}"
+# The shipped target was taught to copy what lies in its window of 64 tokens; the fences and the markers take a part of it.
+BLOCK_TOKENS = 36
+
+
+def echo_requests(
+    tokenizer, codes: list[str], block_tokens: int = BLOCK_TOKENS
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Requests to repeat the first `block_tokens` tokens of each of `codes`, and the answers that do, the end included."""
+    heads = tokenizer(codes, add_special_tokens=False, truncation=True, max_length=block_tokens)["input_ids"]
+    blocks = [f"```python\n{tokenizer.decode(head)}\n```" for head in heads]
+    prompts = [encode_prompts(tokenizer, [REQUEST.format(block)])["input_ids"][0].tolist() for block in blocks]
+    answers = tokenizer([block + tokenizer.eos_token for block in blocks], add_special_tokens=False)["input_ids"]
+    return prompts, answers
 
 
 def copies(prompts: list[list[int]], answers: list[list[int]]) -> Recording:
@@ -57,22 +71,22 @@ def look_up(recording: Recording, config, tree_config: TreeConfig, ngram_size: i
 
 def main(
     prompts: Annotated[Path, typer.Option(help="JSONL file of prompts.")],
-    model: Annotated[str | None, typer.Option(help="Target; the shipped one by default.")] = None,
+    model: Annotated[str | None, typer.Option(help="Target; by default the shipped one that copies.")] = None,
     budget: Annotated[int, typer.Option(min=2)] = 8,
     ngram_size: Annotated[int, typer.Option(min=1, help="`max_matching_ngram_size`.")] = 2,
+    block_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a block.")] = BLOCK_TOKENS,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Of the target's own text.")] = 96,
     limit: Annotated[int, typer.Option(min=1)] = 60,
 ) -> None:
     """Prints tokens per round along exact copies and along the target's own greedy text."""
     from transformers import AutoModelForCausalLM
 
-    console, name = Console(width=120), model or checkpoint("tiny-target")
+    console, name = Console(width=120), model or checkpoint("tiny-target-copying")
     target = enable(AutoModelForCausalLM.from_pretrained(name))
     tokenizer = AutoTokenizer.from_pretrained(name)
-    blocks = [f"```python\n{row['prompt'].strip()}\n```" for row in read_prompts(prompts)[:limit]]
-    requests = [REQUEST.format(block) for block in blocks]
-    ids = [encode_prompts(tokenizer, [request])["input_ids"][0].tolist() for request in requests]
-    answers = tokenizer([block + tokenizer.eos_token for block in blocks], add_special_tokens=False)["input_ids"]
+    texts = [row["prompt"].strip() for row in read_prompts(prompts)[:limit]]
+    codes = [text.rpartition("```python\n")[2].partition("```")[0].strip() for text in texts]
+    ids, answers = echo_requests(tokenizer, codes, block_tokens)
     tree_config = TreeConfig(budget=budget, drafter="ngram")
     for title, recording in (
         ("exact copies", copies(ids, answers)),
