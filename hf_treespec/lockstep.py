@@ -1,9 +1,10 @@
-"""Processors and criteria of which nothing is known: they see what plain decoding would show them.
+"""Processors and criteria of which nothing is known, and users' functions: they see what plain decoding would show them.
 
 That is the full batch in order, with equal columns, once per column. So only the accepted path is walked, one token at
 a time, and no unfinished row goes further than another: rows advance in lockstep.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import fields
 
@@ -29,6 +30,33 @@ class FullBatchStep:
         input_ids = self.texts.sequences(int(nodes.columns[0]) - prompts.shape[1])
         full = scores.new_zeros(len(prompts), scores.shape[-1]).index_copy(0, nodes.rows, scores)
         return self.processor(input_ids, full)[nodes.rows]
+
+
+class AllowedTokensStep:
+    """transformers' `prefix_allowed_tokens_fn`: a user's function that is told the row and its padded text. It may raise
+    for texts that are not to be written, or remember what it was asked, so it is asked like an unknown processor; but
+    not about rows that finished."""
+
+    def __init__(self, processor, texts: Texts) -> None:
+        self.processor, self.texts = copy.copy(processor), texts
+        self.processor._num_beams = 1
+        self._allowed_tokens, self._copies = processor._prefix_allowed_tokens_fn, processor._num_beams
+
+    def __call__(self, scores: Tensor, nodes: NodeTexts) -> Tensor:
+        rows = nodes.rows.tolist()
+
+        def allowed(place: int, text: Tensor):
+            tokens = self._allowed_tokens(rows[place] // self._copies, text)
+            if len(tokens) == 0:
+                raise ValueError(
+                    f"`prefix_allowed_tokens_fn` allows no token behind row {rows[place]}, {text.tolist()}; it must "
+                    "allow at least one, e.g. the end-of-sequence token."
+                )
+            return tokens
+
+        self.processor._prefix_allowed_tokens_fn = allowed
+        input_ids = self.texts.sequences(int(nodes.columns[0]) - self.texts.prompts.shape[1])
+        return self.processor(input_ids[nodes.rows], scores)
 
 
 class LockstepVerifier(Verifier):

@@ -162,27 +162,6 @@ def _watermark(processor, scores: Tensor, nodes: NodeTexts) -> Tensor:
     return scores.index_copy(0, places, marked)
 
 
-def _prefix_constrained(processor, scores: Tensor, nodes: NodeTexts) -> Tensor:
-    """The user's function sees the padded row, as in transformers, and its batch entry. Like there, it is never asked
-    about a text that it did not allow itself: of such nodes nothing is accepted."""
-    allowed_tokens, copies = processor._prefix_allowed_tokens_fn, processor._num_beams
-    processed, reached = scores.clone(), torch.ones_like(nodes.valid)
-    for places, input_ids in nodes.by_columns():
-        parents = nodes.parents[places]
-        chosen = processed[parents, input_ids[:, -1]] > float("-inf")
-        reached[places] = (parents < 0) | (reached[parents] & chosen)
-        inside = reached[places].nonzero()[:, 0]
-        if not len(inside):
-            continue
-        places, input_ids = places[inside], input_ids[inside]
-        rows = nodes.rows[places].tolist()
-        processor = copy.copy(processor)
-        processor._num_beams = 1
-        processor._prefix_allowed_tokens_fn = lambda place, text: allowed_tokens(rows[place] // copies, text)
-        processed[places] = processor(input_ids, scores[places])
-    return processed
-
-
 _BY_TEXT: dict[type, Callable[..., Tensor]] = {
     hf.MinLengthLogitsProcessor: _min_length,
     hf.MinNewTokensLengthLogitsProcessor: _min_new_tokens,
@@ -198,5 +177,4 @@ _BY_TEXT: dict[type, Callable[..., Tensor]] = {
     hf.EncoderRepetitionPenaltyLogitsProcessor: _encoder_repetition_penalty,
     hf.EncoderNoRepeatNGramLogitsProcessor: _encoder_no_repeat_ngram,
     hf.WatermarkLogitsProcessor: _watermark,
-    hf.PrefixConstrainedLogitsProcessor: _prefix_constrained,
 }

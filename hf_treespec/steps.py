@@ -5,10 +5,13 @@ from collections.abc import Iterable
 
 from torch import Tensor
 from transformers import LogitsProcessorList
-from transformers.generation.logits_process import SynthIDTextWatermarkLogitsProcessor
+from transformers.generation.logits_process import (
+    PrefixConstrainedLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
+)
 
 from .grammars import ForkedGrammar, is_grammar
-from .lockstep import FullBatchStep, LockstepVerifier
+from .lockstep import AllowedTokensStep, FullBatchStep, LockstepVerifier
 from .processors import bind
 from .selection import ScoreStep, TokenSelector
 from .stateful import ForkedSynthID, StatefulStep
@@ -40,6 +43,8 @@ def make_steps(processors: Iterable, texts: Texts) -> tuple[list[ScoreStep], lis
         step = bind(processor)
         if step is None and type(processor) is SynthIDTextWatermarkLogitsProcessor:
             step = StatefulStep(ForkedSynthID(processor, len(texts.prompts)), len(texts.prompts))
+        elif step is None and type(processor) is PrefixConstrainedLogitsProcessor:
+            step = AllowedTokensStep(processor, texts)
         elif step is None and is_grammar(processor):
             step = StatefulStep(ForkedGrammar(processor, len(texts.prompts)), len(texts.prompts))
         elif step is None and hasattr(processor, "fork") and hasattr(processor, "commit"):
@@ -65,7 +70,8 @@ def fields_to_keep(generation_config, return_logprobs: bool | None) -> frozenset
 def make_verifier(
     texts: Texts, processors: Iterable, criteria: Iterable, seeds: Tensor | None, keep: frozenset[str] = frozenset()
 ) -> Verifier:
-    """What judges the trees of a call; rows advance in lockstep where a processor or criterion is unknown.
+    """What judges the trees of a call; rows advance in lockstep where a processor or criterion is unknown,
+    or allowed tokens are a user's function.
 
     Args:
         texts: of the call.
@@ -76,11 +82,13 @@ def make_verifier(
     steps, unknown = make_steps(processors, texts)
     rules, unknown_criteria = bind_criteria(criteria, texts)
     selector, end = TokenSelector(texts, steps, seeds, keep), end_tokens(criteria, texts.prompts.device)
-    if not unknown and not unknown_criteria:
+    unknown += unknown_criteria
+    if not unknown and not any(isinstance(step, AllowedTokensStep) for step in steps):
         return Verifier(selector, end, rules)
-    names = ", ".join(getattr(item, "__name__", type(item).__name__) for item in [*unknown, *unknown_criteria])
-    logger.warning(
-        f"Nothing is known about {names}: rows advance in lockstep, as far as the one that accepts least. If each row's "
-        "result depends on that row alone and on no earlier call, set `row_independent = True` on the class."
-    )
+    if unknown:
+        names = ", ".join(getattr(item, "__name__", type(item).__name__) for item in unknown)
+        logger.warning(
+            f"Nothing is known about {names}: rows advance in lockstep, as far as the one that accepts least. If each "
+            "row's result depends on that row alone and on no earlier call, set `row_independent = True` on the class."
+        )
     return LockstepVerifier(selector, texts, end, rules, unknown_criteria)

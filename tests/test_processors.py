@@ -29,13 +29,6 @@ def following(place: int, text) -> list[int]:
     return [token for token in range(1, 97) if (token * 7 + int(text[-1])) % 2]
 
 
-def strictly_following(place: int, text) -> list[int]:
-    """As above, and nothing behind a text that went another way: only possible texts may be asked about."""
-    new = text[-3:].tolist()
-    wrong = any((token * 7 + before) % 2 == 0 for before, token in zip(new, new[1:]) if len(text) > 16)
-    return [] if wrong else following(place, text)
-
-
 ENDS = {"eos_token_id": [3, 11, 29, 47, 60], "pad_token_id": 0}
 PAIRS = [[first, second] for first in range(1, 97) for second in range(first % 3, 97, 3)]
 OPTIONS = {
@@ -56,7 +49,6 @@ OPTIONS = {
     "left hash": {"watermarking_config": WatermarkingConfig(bias=6.0)},
     "self hash": {"watermarking_config": WatermarkingConfig(bias=6.0, seeding_scheme="selfhash", context_width=3)},
     "allowed": {"prefix_allowed_tokens_fn": following},
-    "strictly allowed": {"prefix_allowed_tokens_fn": strictly_following},
     "ignored prompt": {"logits_processor": [RepetitionPenaltyLogitsProcessor(1.8, prompt_ignore_length=13)]},
     "several": {
         "repetition_penalty": 1.2,
@@ -120,6 +112,39 @@ def test_the_first_token_can_be_forced(model, drafter):
         assert torch.equal(ours, stock) and (stock[0, 1] == 42) == (len(prompt) == 1)
 
 
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "seeds": [4, 9], "top_k": 0}], ids=["greedy", "sampled"])
+def test_allowed_tokens_are_asked_for_written_texts_alone(model, options):
+    """As in plain decoding, so that the function may raise for any other text, or count its calls. The target drafts
+    for itself: it allows more, goes other ways and behind the end."""
+
+    def decode(tree) -> tuple[list, list]:
+        asked = []
+
+        def allowed(row: int, text) -> list[int]:
+            asked.append((row, text.tolist()))
+            return following(row, text)
+
+        options_of_tree = {"tree_config": tree, "assistant_model": model, "prefix_allowed_tokens_fn": allowed}
+        return run(model, PROMPTS, NEW, **options_of_tree, **ENDS, **options)[1], asked
+
+    (plain, asked), (texts, asked_with_trees) = decode(PLAIN), decode(TREE)
+    assert all(map(torch.equal, plain, texts)) and asked_with_trees == asked
+    # Not behind an end token.
+    assert NEW < len(asked) < 2 * NEW
+
+
+def test_a_row_that_may_write_nothing_is_named(model, drafter):
+    with pytest.raises(ValueError, match="allows no token behind row 1, "):
+        run(
+            model,
+            PROMPTS,
+            NEW,
+            tree_config=TREE,
+            assistant_model=drafter,
+            prefix_allowed_tokens_fn=lambda place, text: [] if place == 1 else [5, 6],
+        )
+
+
 # Every class on random trees, against transformers on each node's text alone
 
 
@@ -150,7 +175,6 @@ CLASSES = [
     hf.NoBadWordsLogitsProcessor([[8], *PAIRS[:300]]),
     hf.WatermarkLogitsProcessor(97, "cpu", context_width=2),
     # The trees hold tokens up to 16: no node is forbidden.
-    hf.PrefixConstrainedLogitsProcessor(lambda place, text: [*range(17), *following(place, text)], 1),
 ]
 
 
@@ -204,6 +228,7 @@ def test_every_class_of_transformers_is_known_or_refused():
     known = {cls for cls in vars(hf).values() if isinstance(cls, type) and issubclass(cls, hf.LogitsProcessor)}
     named = {type(processor) for processor in CLASSES} | set(WARPERS) | set(FOREIGN_PROCESSORS)
     named |= {hf.EncoderRepetitionPenaltyLogitsProcessor, hf.EncoderNoRepeatNGramLogitsProcessor}
+    named.add(hf.PrefixConstrainedLogitsProcessor)
     assert known - {hf.LogitsProcessor, hf.SynthIDTextWatermarkLogitsProcessor} == named
 
 
