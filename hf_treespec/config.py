@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import asdict, dataclass, fields, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -86,15 +87,20 @@ class TreeConfig:
         _check_integer("expert_workspace", self.expert_workspace, 1 << 20, 1 << 50)
         choices = {"drafter": DRAFTERS, "backend": BACKENDS, "controller": CONTROLLERS}
         for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
+            if not isinstance(getattr(self, name), str) or getattr(self, name) not in allowed:
                 raise ValueError(f"`{name}` is {getattr(self, name)!r}; allowed values are {allowed}.")
         for name in ("fallback", "record_rounds"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"`{name}` is {getattr(self, name)!r}; allowed values are `True` and `False`.")
         if self.cuda_graphs != "auto" and not isinstance(self.cuda_graphs, bool):
             raise ValueError(f"`cuda_graphs` is {self.cuda_graphs!r}; allowed values are ('auto', True, False).")
-        if not isinstance(self.deterministic, bool):
-            _check_integer("deterministic", self.deterministic, 8, MAX_BUDGET)
+        if type(self.deterministic) is not bool and (
+            type(self.deterministic) is not int or not 8 <= self.deterministic <= MAX_BUDGET
+        ):
+            raise ValueError(
+                f"`deterministic` is {self.deterministic!r}; allowed values are True, False and multiples of 8 up to "
+                f"{MAX_BUDGET}, at least `budget`."
+            )
         nodes = self.fixed_nodes
         if nodes is not None and (nodes % 8 or nodes < self.budget):
             raise ValueError(
@@ -168,8 +174,13 @@ class TreeConfig:
         return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
 
 
+def is_integer(value: Any) -> bool:
+    """Whether a value is an integer, of Python or NumPy, and no boolean."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 def _check_integer(name: str, value: Any, lowest: int, highest: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"`{name}` must be an integer, not {value!r}.")
+        raise ValueError(f"`{name}` is {value!r}; it must be a Python integer from {lowest} to {highest}.")
     if not lowest <= value <= highest:
         raise ValueError(f"`{name}` is {value}; allowed values are {lowest} to {highest}.")

@@ -1,11 +1,15 @@
 """A model's own `tree_config`, kept in its generation config, so that `pipeline` and others need not pass one."""
 
+import logging
 from typing import Any
 
 from torch import nn
 
 from .config import TreeConfig
-from .modeling import unwrap
+from .modeling import is_enabled, unwrap
+
+
+logger = logging.getLogger(__name__)
 
 
 def set_default(model: nn.Module, tree_config: TreeConfig | dict[str, Any] | None) -> nn.Module:
@@ -33,6 +37,11 @@ def set_default(model: nn.Module, tree_config: TreeConfig | dict[str, Any] | Non
     # A plain dict is saved as it is; and a config that was derived from the model's would not be saved at all.
     generation_config.tree_config = TreeConfig.checked(tree_config).to_dict()
     generation_config._from_model_config = False
+    if not is_enabled(model):
+        logger.warning(
+            "The model is not enabled: until `hf_treespec.enable(model)`, its `generate` is stock, and passes over any "
+            "`tree_config`."
+        )
     return model
 
 

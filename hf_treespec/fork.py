@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import Cache
 
 from . import ops, snapshots
+from .config import is_integer
 from .ops.geometry import LONG_CHAIN
 from .tree import TokenTree
 
@@ -426,6 +427,8 @@ class ForkableCache(snapshots.Rewindable, Cache):
         """Keeps the rows `indices` (any order, repeats allowed)."""
         self._check_usable()
         indices = torch.as_tensor(indices, device=self.lengths.device)
+        if indices.ndim != 1 or not len(indices) or indices.is_floating_point() or indices.dtype == torch.bool:
+            raise ValueError(f"`indices` {indices.tolist()} must be the numbers of rows, at least one.")
         selected = [
             (owner, name, tensor.index_select(0, indices.to(tensor.device)))
             for layer in self.layers
@@ -461,5 +464,7 @@ class ForkableCache(snapshots.Rewindable, Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats every row `repeats` times."""
+        if not is_integer(repeats) or repeats < 1:
+            raise ValueError(f"`repeats` is {repeats!r}; it must be an integer, 1 or more.")
         rows = torch.arange(self.rows, device=self.lengths.device)
         self.batch_select_indices(rows.repeat_interleave(repeats))

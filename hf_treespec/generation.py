@@ -43,6 +43,7 @@ from .texts import Texts
 from .validation import (
     check_assistant,
     check_inputs,
+    check_kinds,
     check_options,
     check_own_options,
     check_own_prepared,
@@ -125,6 +126,8 @@ class TreeStats:
         self._inner = outer + seconds
 
 
+# Names that transformers still maps to `cache`, later than we look.
+CACHE_ALIASES = ("past_key_values", "cache_params")
 # Of a round. `build` makes a tree of what was drafted.
 PHASES = ("draft", "build", "verify", "accept", "refresh")
 
@@ -170,15 +173,15 @@ def generate(model, *args, **kwargs):
         kwargs.pop("assistant_model", None)
         for name in ("prompt_lookup_num_tokens", "use_mtp"):
             _unset(name, kwargs, model)
-        if isinstance(kwargs.get("cache"), TreeCache):
-            del kwargs["cache"]
+        for name in ("cache", *CACHE_ALIASES):
+            if isinstance(kwargs.get(name), TreeCache):
+                del kwargs[name]
         return type(model).generate(model, *args, **kwargs)
     bound = inspect.signature(GenerationMixin.generate).bind(model, *args, **kwargs).arguments
     arguments = {**bound, **bound.get("kwargs", {})}
     for name in ("self", "kwargs"):
         arguments.pop(name, None)
-    # Names that transformers still maps to `cache`, later than we look.
-    for alias in ("past_key_values", "cache_params"):
+    for alias in CACHE_ALIASES:
         if arguments.get(alias) is not None:
             arguments.setdefault("cache", arguments.pop(alias))
     with ended(arguments.get("streamer")):
@@ -190,6 +193,7 @@ def run_call(model, arguments: dict[str, Any], tree_config, method: Callable, se
     what [`decode`] does."""
     tree_config = TreeConfig.checked(tree_config)
     input_ids = arguments.get("input_ids", arguments.get("inputs"))
+    check_kinds(arguments, model.generation_config)
     check_options(model, arguments)
     check_inputs(input_ids, arguments.get("attention_mask"), model.config.vocab_size)
     configs = (arguments.get("generation_config"), model.generation_config)
@@ -243,13 +247,12 @@ class Drafting:
     ) -> None:
         configs = (arguments.get("generation_config"), model.generation_config)
         depth = option("num_assistant_tokens", arguments, *configs)
-        if tree_config.depth is None and depth is not None:
+        if depth is not None:
             try:
-                tree_config = TreeConfig.from_dict({**tree_config.to_dict(), "depth": depth})
+                with_depth = TreeConfig.from_dict({**tree_config.to_dict(), "depth": depth})
             except ValueError as error:
-                raise ValueError(
-                    f"`num_assistant_tokens` is {depth!r}, and that becomes the depth. {error}"
-                ) from error
+                raise ValueError(f"`num_assistant_tokens` is {depth!r}, which is to be a depth. {error}") from error
+            tree_config = with_depth if tree_config.depth is None else tree_config
         self.tree_config = tree_config
         self.ngram_size = ngram_size
         self.synced: SyncedForwards | None = None
@@ -258,7 +261,7 @@ class Drafting:
         if assistant_model is not None and tree_config.budget > 1:
             self.assistant_model = unwrap(assistant_model)
         self.threshold = option("assistant_confidence_threshold", arguments, *configs) or 0.0
-        if isinstance(self.threshold, str) or not 0 <= self.threshold < 1:
+        if not 0 <= self.threshold < 1:
             raise ValueError(f"`assistant_confidence_threshold` is {self.threshold}; it must be at least 0, below 1.")
         self.chunk_size = option("prefill_chunk_size", arguments, *configs)
         if self.chunk_size is not None and (type(self.chunk_size) is not int or self.chunk_size < 1):

@@ -73,5 +73,6 @@ def ended(streamer):
     try:
         yield
     finally:
-        if streamer is not None:
+        # What is no streamer is refused in between.
+        if hasattr(streamer, "end"):
             streamer.end()

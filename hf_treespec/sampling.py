@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .config import is_integer
+
 
 SEED_RANGE = (-(2**63), 2**63 - 1)
 # Smallest and largest value of the uniform variable; both keep the noise finite in fp32.
@@ -45,14 +47,14 @@ def resolve_seeds(seeds: Sequence[int] | Tensor | None, rows: int) -> Tensor:
     """
     if seeds is None:
         return torch.empty(rows, dtype=torch.int64).random_(*SEED_RANGE)
-    values = seeds.tolist() if isinstance(seeds, Tensor) else seeds
-    if not isinstance(values, (list, tuple)) or any(type(seed) is not int for seed in values):
+    values = seeds.tolist() if hasattr(seeds, "tolist") else seeds
+    if not isinstance(values, list | tuple) or not all(is_integer(seed) for seed in values):
         raise ValueError(f"`seeds` must be a list of integers, one per returned sequence, not {seeds!r}.")
     if len(values) != rows:
         raise ValueError(f"`seeds` has {len(values)} values, but {rows} sequences are returned; pass one for each.")
     if any(not SEED_RANGE[0] <= seed <= SEED_RANGE[1] for seed in values):
         raise ValueError(f"`seeds` {values} must lie between {SEED_RANGE[0]} and {SEED_RANGE[1]} (int64).")
-    return torch.tensor(values, dtype=torch.int64)
+    return torch.tensor([int(seed) for seed in values], dtype=torch.int64)
 
 
 def _hash(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from .config import is_integer
+
 
 # Tokens after which another snapshot is taken within a text.
 INTERVAL = 4096
@@ -97,6 +99,8 @@ class Rewindable:
             ValueError: if a row cannot go there, or would grow.
         """
         self._check_usable()
+        if lengths.is_floating_point() or lengths.shape != self.lengths.shape:
+            raise ValueError(f"`lengths` {lengths.tolist()} must hold an integer for each of {self.rows} rows.")
         if (lengths > self.lengths).any() or (lengths < 0).any():
             raise ValueError(f"`lengths` {lengths.tolist()} must lie between 0 and {self.lengths.tolist()}.")
         held, sources = self._in_rings(lengths), []
@@ -157,8 +161,8 @@ class Rewindable:
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last `tokens_to_remove` tokens of every row (transformers' meaning; see [`~TreeCache.rewind`])."""
-        if tokens_to_remove < 0:
-            raise ValueError(f"`tokens_to_remove` is {tokens_to_remove}; it must not be negative.")
+        if not is_integer(tokens_to_remove) or tokens_to_remove < 0:
+            raise ValueError(f"`tokens_to_remove` is {tokens_to_remove!r}; it must be an integer, 0 or more.")
         self.rewind(self.lengths - tokens_to_remove)
 
     @property

@@ -1,13 +1,15 @@
 """What `generate(tree_config=...)` refuses, before any compute, by name and with the way out."""
 
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 from transformers.generation import logits_process as hf
 
 from .cache import TreeCache
-from .config import HEADS, MAX_DEPTH, TreeConfig
+from .config import HEADS, MAX_DEPTH, TreeConfig, is_integer
 from .modeling import device_of
 from .ops import kernels_fit, resolve_backend
 
@@ -41,9 +43,44 @@ REFUSED = {
 }
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) or _is_list(value) and all(isinstance(text, str) for text in value)
+
+
+# What transformers takes as it comes and trips over later: option -> (what it must be, whether a value is that).
+_KINDS = {
+    "generation_config": ("a `GenerationConfig`", lambda value: isinstance(value, GenerationConfig)),
+    **dict.fromkeys(("max_new_tokens", "max_length", "min_new_tokens", "min_length"), ("an integer", is_integer)),
+    "max_time": ("a number of seconds", _is_number),
+    "assistant_confidence_threshold": ("a number", _is_number),
+    "use_mtp": ("True or False", lambda value: isinstance(value, bool)),
+    "stop_strings": ("a string or a list of strings", _is_text),
+    "tokenizer": ("the model's tokenizer", lambda value: hasattr(value, "get_vocab")),
+    "streamer": ("a streamer, with `put` and `end`", lambda value: hasattr(value, "put") and hasattr(value, "end")),
+    "logits_processor": ("a list of processors", _is_list),
+    "stopping_criteria": ("a list of criteria", _is_list),
+}
+
+
+def check_kinds(arguments: dict[str, Any], model_config) -> None:
+    """Raises a `ValueError` for the first option of a call that is not of its kind."""
+    for name, (expected, fits) in _KINDS.items():
+        value = option(name, arguments, arguments.get("generation_config"), model_config)
+        if value is not None and not fits(value):
+            raise ValueError(f"`{name}` is {value!r:.80}; it must be {expected}, or `None`.")
+
+
 def option(name: str, arguments: dict[str, Any], *configs: Any) -> Any:
-    """An option of this call: the argument, else the first generation config that sets it."""
-    if arguments.get(name) is not None:
+    """An option of this call: the argument, also where it is `None`, else the first generation config that sets it."""
+    if name in arguments:
         return arguments[name]
     return next((value for config in configs if (value := getattr(config, name, None)) is not None), None)
 
@@ -65,6 +102,10 @@ def check_options(model, arguments: dict[str, Any]) -> None:
         )
 
 
+# Others lack operations.
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
 def check_inputs(input_ids: Any, attention_mask: Any, vocab_size: int) -> None:
     """Raises a `ValueError` unless prompts are token ids `[B, P]` with left padding only and none is empty."""
     if input_ids is None:
@@ -76,8 +117,8 @@ def check_inputs(input_ids: Any, attention_mask: Any, vocab_size: int) -> None:
         raise ValueError(
             f"`input_ids` of shape {list(input_ids.shape)} holds an empty prompt; pass at least one token."
         )
-    if input_ids.is_floating_point() or input_ids.dtype == torch.bool:
-        raise ValueError(f"`input_ids` must hold token ids, not {input_ids.dtype}.")
+    if input_ids.dtype not in _INTEGERS:
+        raise ValueError(f"`input_ids` must hold token ids, not {input_ids.dtype}; pass `input_ids.long()`.")
     if int(input_ids.min()) < 0 or int(input_ids.max()) >= vocab_size:
         raise ValueError(f"`input_ids` must lie between 0 and {vocab_size - 1}, the model's vocabulary.")
     if attention_mask is None:
@@ -195,15 +236,14 @@ def mtp_wanted(tree_config: TreeConfig, arguments: dict[str, Any], *configs: Any
     """Where `use_mtp` is set: `tree_config` with `drafter="mtp"`.
 
     Raises:
-        ValueError: for a value that is no boolean, or together with another drafter.
+        ValueError: together with another drafter.
     """
-    wanted = option("use_mtp", arguments, *configs)
-    if wanted not in (None, True, False):
-        raise ValueError(f"`use_mtp` is {wanted!r}; it must be True, False or `None`.")
-    if not wanted:
+    if not option("use_mtp", arguments, *configs):
         return tree_config
     if tree_config.drafter not in ("auto", "mtp") or arguments.get("assistant_model") is not None:
         other = "`assistant_model`" if tree_config.drafter in ("auto", "mtp") else f"`drafter={tree_config.drafter!r}`"
+        if option("prompt_lookup_num_tokens", arguments, *configs) is not None:
+            other = "`prompt_lookup_num_tokens`"
         raise ValueError(f"`use_mtp` is True beside {other}, but only one can draft; drop one.")
     return TreeConfig.from_dict({**tree_config.to_dict(), "drafter": "mtp"})
 

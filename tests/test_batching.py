@@ -306,6 +306,14 @@ def test_a_default_of_the_model_is_used(inputs, model):
     assert generated(results) == one_by_one(model, inputs[:2], **GREEDY)
 
 
+def test_disabled_by_the_environment(inputs, model, drafter, monkeypatch):
+    """Plain decoding: transformers' own method fails on this model."""
+    expected = one_by_one(model, inputs[:2], **GREEDY)
+    monkeypatch.setenv("HF_TREESPEC_DISABLE", "1")
+    results = model.generate_batch(inputs[:2], tree_config={"budget": 5}, assistant_model=drafter, **GREEDY)
+    assert generated(results) == expected and results.tree_stats["nodes"] == results.tree_stats["rounds"]
+
+
 class Stateless(LogitsProcessor):
     def __call__(self, input_ids, scores):
         return scores

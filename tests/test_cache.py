@@ -1,6 +1,7 @@
 """`TreeCache` between rounds: rewinding, row operations, growth, and the rest of transformers' `Cache` interface."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -36,8 +37,12 @@ def test_crop_is_exact_down_to_spare(model, spare):
             assert_works(model, cache, kept, removed)
     with pytest.raises(ValueError, match=rf"Cannot rewind to \[{74 - spare}, {59 - spare}\].*`spare`={spare}"):
         start.crop(spare + 1)
-    with pytest.raises(ValueError, match="-1"):
-        start.crop(-1)
+    for wrong in (-1, 2.5, "a", None, True):
+        with pytest.raises(ValueError, match=re.escape(repr(wrong))):
+            start.crop(wrong)
+    for wrong in (torch.tensor([2.5, 3.0]), torch.tensor([3])):
+        with pytest.raises(ValueError, match="each of 2 rows"):
+            start.rewind(wrong)
     assert_works(model, start, texts)
 
 
@@ -96,6 +101,12 @@ def test_selecting_rows(model, method, rows):
 def test_repeating_rows(model):
     texts = random_texts(generator(7), (33, 50))
     cache = filled_cache(model, texts)
+    for wrong in (0, -1, 1.5):
+        with pytest.raises(ValueError, match=f"`repeats` is {wrong}"):
+            cache.batch_repeat_interleave(wrong)
+    for wrong in ([], [0.0], [True, False], [[0]]):
+        with pytest.raises(ValueError, match="numbers of rows"):
+            cache.batch_select_indices(torch.tensor(wrong))
     cache.batch_repeat_interleave(3)
     assert_works(model, cache, [texts[row] for row in (0, 0, 0, 1, 1, 1)])
 

@@ -1,5 +1,6 @@
 """`TreeConfig`: wrong keys and values by name, defaults, and the way to disk and back."""
 
+import numpy as np
 import pytest
 import torch
 from oracle import left_pad
@@ -25,6 +26,11 @@ from hf_treespec import TreeConfig, set_default
         ({"budget": 8, "top_k": [2]}, ["top_k", "[2]"]),
         ({"budget": 8, "backend": "cuda"}, ["backend", "'cuda'", "torch"]),
         ({"budget": 8, "drafter": "psychic"}, ["drafter", "'psychic'"]),
+        ({"budget": np.int64(8)}, ["budget", "8", "Python integer from 1 to 256"]),
+        ({"budget": 8, "drafter": np.array(["mtp", "ngram"])}, ["drafter", "'mtp'"]),
+        ({"budget": 8, "deterministic": None}, ["deterministic", "None", "True"]),
+        ({"budget": 8, "deterministic": 0}, ["deterministic", "0", "False"]),
+        ({"budget": 8, "deterministic": 12}, ["deterministic", "12", "multiple of 8"]),
         ({"budget": 8, "record_rounds": 1}, ["record_rounds", "1", "True"]),
         (True, ["tree_config", "bool"]),
         (8, ["tree_config", "int"]),

@@ -252,10 +252,12 @@ def test_stock_is_untouched_without_tree_config_and_when_switched_off(model, dra
     options = {"tree_config": TREE, "assistant_model": drafter, "num_assistant_tokens": 3}
     cache = model.generate(ids, max_new_tokens=9, return_dict_in_generate=True, **options).cache
     monkeypatch.setenv("HF_TREESPEC_DISABLE", "1")
-    with caplog.at_level(logging.WARNING):
-        off = model.generate(ids, max_new_tokens=9, return_dict_in_generate=True, **options, cache=cache)
-    assert torch.equal(off.sequences, stock) and not hasattr(off, "tree_stats")
-    assert ["HF_TREESPEC_DISABLE" in record.message for record in caplog.records] == [True]
+    for name in ("cache", "past_key_values", "cache_params"):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            off = model.generate(ids, max_new_tokens=9, return_dict_in_generate=True, **options, **{name: cache})
+        assert torch.equal(off.sequences, stock) and not hasattr(off, "tree_stats")
+        assert ["HF_TREESPEC_DISABLE" in record.message for record in caplog.records] == [True]
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v4", "llama"])

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from decoding import CHAIN, TREE, make_assistant, run
@@ -300,7 +301,8 @@ def test_seeds_that_nothing_would_use(model):
 
 
 def test_seeds_as_a_tensor_and_greedy_copies(model):
-    assert resolve_seeds(torch.tensor([3, -4]), 2).tolist() == [3, -4]
+    for seeds in (torch.tensor([3, -4]), np.array([3, -4]), [np.int64(3), -4]):
+        assert resolve_seeds(seeds, 2).tolist() == [3, -4]
     with pytest.raises(ValueError, match="num_return_sequences"):
         config = GenerationConfig(num_return_sequences=3)
         model.generate(PROMPTS[0][None], generation_config=config, tree_config=PLAIN, max_new_tokens=2)

@@ -3,6 +3,7 @@
 import copy
 import re
 
+import numpy as np
 import pytest
 import torch
 from decoding import encoder_decoder, make_assistant
@@ -15,7 +16,9 @@ from transformers import (
     LogitsProcessorList,
     MambaConfig,
     MambaForCausalLM,
+    MaxTimeCriteria,
     StoppingCriteriaList,
+    TemperatureLogitsWarper,
 )
 
 import hf_treespec
@@ -85,6 +88,18 @@ def test_options_wherever_they_are_set(model, options):
         {"cache": DynamicCache()},
         {"prefill_chunk_size": 0},
         {"prefill_chunk_size": "64"},
+        {"max_time": "1"},
+        {"max_new_tokens": 2.5},
+        {"max_new_tokens": "4"},
+        {"min_new_tokens": [2]},
+        {"assistant_confidence_threshold": [0.1]},
+        {"use_mtp": np.array([1, 2])},
+        {"stop_strings": [1]},
+        {"tokenizer": "x"},
+        {"streamer": "x"},
+        {"logits_processor": TemperatureLogitsWarper(0.5)},
+        {"stopping_criteria": MaxTimeCriteria(1.0)},
+        {"generation_config": {"do_sample": True}},
     ],
     ids=lambda options: next(iter(options)),
 )
@@ -113,6 +128,7 @@ def test_options_that_change_nothing_pass(model):
         (torch.zeros(0, 3, dtype=torch.long), ["empty prompt", "[0, 3]"]),
         (torch.tensor([[1.0, 2.0]]), ["input_ids", "float32"]),
         (torch.tensor([[True, False]]), ["input_ids", "bool"]),
+        (torch.tensor([[1, 2]], dtype=torch.uint16), ["input_ids", "uint16", "long()"]),
         (torch.tensor([[1, 97]]), ["input_ids", "96"]),
         (torch.tensor([[1, -1]]), ["input_ids", "0"]),
     ],
@@ -202,6 +218,29 @@ def test_num_assistant_tokens(model, tokens):
         assistant_model=model,
         num_assistant_tokens=tokens,
     )
+
+
+def test_num_assistant_tokens_beside_a_depth(model):
+    options = {"tree_config": {"budget": 8, "depth": 3}, "assistant_model": model, "num_assistant_tokens": -5}
+    refuse(model, "`num_assistant_tokens` is -5", **options)
+
+
+def test_prompt_lookup_beside_mtp(model):
+    refuse(model, "`use_mtp` is True beside `prompt_lookup_num_tokens`", use_mtp=True, prompt_lookup_num_tokens=3)
+
+
+def test_none_in_a_call_has_the_last_word(model):
+    """Over the model's generation config, as in transformers."""
+    plain = {**INPUTS, "max_new_tokens": 4, "tree_config": {"budget": 1}}
+    options = {"stop_strings": ["("], "guidance_scale": 1.5, "cache_implementation": "static", "use_mtp": True}
+    options |= {"prompt_lookup_num_tokens": 3, "assistant_confidence_threshold": "x"}
+    shipped = with_generation_config(model, GenerationConfig(pad_token_id=0, **options))
+    expected = model.generate(**plain)
+    assert torch.equal(shipped.generate(**plain, **dict.fromkeys(options)), expected)
+    (result, _) = shipped.generate_batch(
+        [p.tolist() for p in PROMPTS], max_new_tokens=4, **dict.fromkeys(options)
+    ).values()
+    assert result.generated_tokens == expected[0, INPUTS["input_ids"].shape[1] :].tolist()
 
 
 def test_an_assistant_is_given_back_when_a_call_is_refused(model):

@@ -92,10 +92,10 @@ def generate_batch(
         ValueError: for an option that cannot be honoured, or if no prompt can be served; before any compute.
     """
     if os.environ.get("HF_TREESPEC_DISABLE") == "1":
-        logger.warning("HF_TREESPEC_DISABLE=1: `tree_config` and what goes with it are dropped, decoding is stock.")
+        # transformers' own fails on this model.
+        logger.warning("HF_TREESPEC_DISABLE=1: `tree_config` and the assistant are dropped, decoding is plain.")
         kwargs.pop("assistant_model", None)
-        arguments = (inputs, generation_config, continuous_batching_config, record_timestamps, progress_bar)
-        return type(model).generate_batch(model, *arguments, persistent_manager, warmup, **kwargs)
+        tree_config = TreeConfig(budget=1)
     if isinstance(inputs, Tensor) or not hasattr(inputs, "__len__"):
         raise ValueError(f"`inputs` is a {type(inputs).__name__}; pass a list of prompts, each a list of token ids.")
     if not len(inputs):
@@ -107,7 +107,6 @@ def generate_batch(
         raise ValueError(
             f"`generation_config` has {len(configs)} entries for {len(inputs)} prompts; pass one for each."
         )
-    kwargs = {name: value for name, value in kwargs.items() if value is not None}
     with ExitStack() as stack:
         requests = _requests(model, inputs, configs, tree_config, kwargs)
         served = [request for request in requests if request.prompt is not None]
