@@ -109,14 +109,6 @@ class NodeTexts:
         self.path_tokens = tree.tokens[self.entries[:, None], path]  # [M, S + 1]
 
     @cached_property
-    def parents(self) -> Tensor:
-        """Place of each text's parent among the M, `[M]`; -1 where it is not among them."""
-        places = torch.full_like(self.tree.tokens, -1)
-        places[self.entries, self.nodes] = torch.arange(len(self.nodes), device=places.device)
-        above = places[self.entries, self.tree.parents[self.entries, self.nodes]]
-        return torch.where(self.depths > 0, above, -1)
-
-    @cached_property
     def lengths(self) -> Tensor:
         """Tokens of each text, `[M]`."""
         return self.starts + self.depths + 1

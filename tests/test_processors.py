@@ -174,7 +174,6 @@ CLASSES = [
     hf.SequenceBiasLogitsProcessor([[pair, 1.5] for pair in PAIRS[:300]]),
     hf.NoBadWordsLogitsProcessor([[8], *PAIRS[:300]]),
     hf.WatermarkLogitsProcessor(97, "cpu", context_width=2),
-    # The trees hold tokens up to 16: no node is forbidden.
 ]
 
 
